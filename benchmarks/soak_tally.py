@@ -18,8 +18,7 @@ T = TypeVar("T")
 _ERRORS = Path(__file__).parents[1] / "docs/errors.md"
 _FAULTS = {
     *("internal", "integrity", "commit-unservable", "proof-failed", "corrupt-object"),
-    *("damaged-mirror", "corrupt-catalog", "worker-crashed", "out-of-memory", "git-failed"),
-    *("git-killed", "deadline-exceeded", "disk-failed", "too-many-files", "upstream-failed"),
+    *("git-failed", "deadline-exceeded", "upstream-failed"),
 }
 """Documented codes that say that mirrord, or the machine, failed: no client may cause one."""
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from stat import S_IMODE
 
-from .errors import InvalidConfigError, ResourceError, StateTooNewError
+from .errors import ConflictError, InvalidConfigError, ResourceError
 from .model import shown
 from .quoting import decode_name
 
@@ -161,7 +161,7 @@ class Layout:
         self._make(self.run, 0o700)
 
     def check_version(self) -> None:
-        """Write the version into a new state directory. Raises StateTooNewError for a newer one."""
+        """Write the version into a new state directory. Raises ConflictError for a newer one."""
         written = decode_name(self.version.read_bytes()) if self.version.exists() else ""
         if not written:
             staged = self.version.with_suffix(".new")
@@ -173,7 +173,7 @@ class Layout:
                 staged.rename(self.version)
             return
         if written.strip() not in {str(number) for number in range(1, STATE_VERSION + 1)}:
-            raise StateTooNewError(
+            raise ConflictError(
                 f"cannot use state directory {self.root}: its version is {shown(written.strip())},"
                 f" and this mirrord knows {STATE_VERSION} and older",
                 hint="a newer mirrord wrote it: install that one, or restore a backup from before"

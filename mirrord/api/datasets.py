@@ -19,7 +19,7 @@ from ..datasets.fields import MAPPING_LIMIT_BYTES, parse_mapping
 from ..datasets.formats import format_infos
 from ..datasets.service import DatasetFile
 from ..environments.images import ARCHIVES, REGISTRY
-from ..errors import AccessError, EnvironmentNotFoundError, InvalidRecipeError, InvalidRequestError
+from ..errors import AccessError, InvalidRecipeError, InvalidRequestError, NotFoundError
 from ..model import DatasetName, View, parse_dataset_name, shown
 from ..places import read_workdir
 from .request import (
@@ -243,7 +243,7 @@ async def get_log(call: Call, query: LogQuery) -> Response:
         file = owned.enter_context(await anyio.to_thread.run_sync(lambda: path.open("rb")))
     except FileNotFoundError as error:
         fact = f"cannot find the log of environment {call.path['key']}: it was removed"
-        raise EnvironmentNotFoundError(fact, hint="retry") from error
+        raise NotFoundError(fact, hint="retry") from error
 
     async def pieces() -> AsyncIterator[bytes]:
         while True:

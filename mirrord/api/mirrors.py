@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from .. import protocol
-from ..errors import CommitNotFoundError, CommitUnservableError, PinNotFoundError
+from ..errors import CommitNotFoundError, CommitUnservableError, NotFoundError
 from ..model import AuditLevel, CommitId, MirrorName, parse_commit
 from .request import BUNDLE_LIMIT_BYTES, Call, OwnedStream, Query, spool_body
 
@@ -174,9 +174,10 @@ async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -
     for pin in await call.engine.mirrors.list_pins(name):
         if pin.commit == commit and pin.owner == owner:
             return pin
-    raise PinNotFoundError(
+    raise NotFoundError(
         f"cannot find a pin of {owner} on {commit} in {name}: no such pin",
         hint=f"see `mirrord pin list {name}`",
+        kind="pin",
     )
 
 

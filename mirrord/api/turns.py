@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from .. import protocol
 from ..checkouts.patching import DiffAnswer
-from ..errors import AccessError, CheckoutNotFoundError, DiffTooLargeError, MirrordError
+from ..errors import AccessError, CheckoutNotFoundError, MirrordError, TooLargeError
 from ..host.peers import Role
 from ..patches.diff import must_be_short
 from ..telemetry import log
@@ -106,7 +106,7 @@ class _Ending:
             return
         try:
             grade, diff = await grading.grade_and_diff(*asked, turn.diff)
-        except DiffTooLargeError:
+        except TooLargeError:
             raise
         except MirrordError:
             self._printed(await call.engine.checkouts.diff(turn.checkout, call.peer, turn.diff))

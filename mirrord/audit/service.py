@@ -102,7 +102,7 @@ class Audits:
     ) -> protocol.Audit:
         """Audit what the request names, by default everything; with `resume`, an interrupted one.
 
-        Raises MirrorNotFoundError, DatasetNotFoundError. A cancelled audit is recorded as far as it
+        Raises MirrorNotFoundError, NotFoundError. A cancelled audit is recorded as far as it
         got.
         """
         level = request.level or self.settings().audit.level
@@ -141,11 +141,13 @@ class Audits:
         return unfinished[0].started_at if unfinished else None
 
     async def get(self, identity: str) -> protocol.Audit:
-        """Return an audit; raises AuditNotFoundError."""
+        """Return an audit; raises NotFoundError."""
         audit = await self.catalog.find_audit(identity)
         if audit is None:
-            raise errors.AuditNotFoundError(
-                f"cannot find audit {shown(identity)}: none has that id", hint="see GET /v1/audits"
+            raise errors.NotFoundError(
+                f"cannot find audit {shown(identity)}: none has that id",
+                hint="see GET /v1/audits",
+                kind="audit",
             )
         return audit
 
@@ -157,9 +159,10 @@ class Audits:
         """Return the mirrors to audit: those of the request, or those with recorded commits."""
         dataset = await self.catalog.find_dataset(request.dataset) if request.dataset else None
         if request.dataset and dataset is None:
-            raise errors.DatasetNotFoundError(
+            raise errors.NotFoundError(
                 f"cannot audit dataset {shown(request.dataset)}: there is none",
                 hint="see `mirrord dataset list`",
+                kind="dataset",
             )
         rows = [await self.mirrors.get(text) for text in request.mirrors]
         if _is_of_everything(request):

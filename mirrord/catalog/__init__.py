@@ -179,7 +179,7 @@ class Catalog:
         """Open the SQLite file or the database URL; create or migrate it if needed.
 
         Migrations and bulk work run in `workers`, or in threads without them. Raises
-        CorruptCatalogError, CatalogTooNewError, ResourceError.
+        CorruptCatalogError, ConflictError, ResourceError.
         """
         catalog = cls(await anyio.to_thread.run_sync(Database, place, _STATEMENT_TIMEOUT), workers)
         try:

@@ -304,7 +304,7 @@ def _sqlite_code(error: DBAPIError) -> int:
 def prepare(database: Database) -> bool:
     """Create a new catalog, or check the existing one. Return whether it must be migrated.
 
-    Raises CorruptCatalogError, CatalogTooNewError.
+    Raises CorruptCatalogError, ConflictError.
     """
     size = Path(str(database.url.database)).stat().st_size if database.is_sqlite else None
     if size is not None and size <= 32 * 1024**2:  # takes up to 20 ms
@@ -336,12 +336,12 @@ def prepare(database: Database) -> bool:
 
 
 def _is_old(database: Database, revision: str) -> bool:
-    """Return whether the schema must be migrated. Raises CatalogTooNewError."""
+    """Return whether the schema must be migrated. Raises ConflictError."""
     if revision == HEAD:
         return False
     scripts = (MIGRATIONS / "versions").glob("[0-9]*.py")
     if revision not in {path.name.partition("_")[0] for path in scripts}:
-        raise errors.CatalogTooNewError(
+        raise errors.ConflictError(
             f"cannot use the catalog {database.label}: this mirrord does not know its schema"
             f" {revision}, only {HEAD} and older",
             hint="a newer mirrord wrote it: install that one, or " + _downgrade_hint(database),

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..errors import CheckoutBusyError, ForkTooLargeError, full_disk_named
+from ..errors import CheckoutBusyError, TooLargeError, full_disk_named
 from ..host.files import CREATE, FOR_READING, copy_bytes, make_whiteout, opened, write_all
 from ..host.processes import ActingAs
 from ..host.trash import remove_tree
@@ -168,7 +168,7 @@ def copy_layer(
     Files that are unchanged since the copy `earlier` of the same checkout are linked from there; if
     all are, no layer is made (`Taken.is_same`).
 
-    Raises ForkTooLargeError, CheckoutBusyError, OwnerDeniedError, DiskFullError.
+    Raises TooLargeError, CheckoutBusyError, OwnerDeniedError, DiskFullError.
     """
     with full_disk_named("a layer"), denials_named(owner.owner):
         locked = _Locked(client, owner)
@@ -502,7 +502,7 @@ def _is_plain(git: Pieces) -> bool:
 def _must_fit(pieces: Mapping[bytes, Piece], limits: CopyLimits) -> None:
     size = sum(piece.size for piece in pieces.values() if piece.is_clients)
     if len(pieces) > limits.files or size > limits.size_bytes:
-        raise ForkTooLargeError(
+        raise TooLargeError(
             f"cannot copy the checkout: it has {len(pieces)} changed paths with {size >> 20} MiB;"
             f" the limit is {limits.files} with {limits.size_bytes >> 20} MiB",
             hint="remove files that can be generated again, or raise checkouts.copy_files or"

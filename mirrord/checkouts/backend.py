@@ -95,7 +95,7 @@ class CheckoutBackend(Protocol):
         """Copy the checkout's changes over its commit and `saved` to a new layer.
 
         The layer is made at `directory`; files that are unchanged since the copy `earlier` are
-        linked from there. The checkout is not changed. Raises ForkTooLargeError, OwnerDeniedError,
+        linked from there. The checkout is not changed. Raises TooLargeError, OwnerDeniedError,
         DiskFullError, and CheckoutBusyError if it never stops changing; the caller then removes
         the directory.
         """

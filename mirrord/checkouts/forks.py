@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from ..changes.copying import CopyLimits, CopyRule, Taken
 from ..errors import (
-    SnapshotExistsError,
-    SnapshotNotFoundError,
-    TooManySnapshotsError,
+    ConflictError,
+    LimitReachedError,
+    NotFoundError,
 )
 from ..model import CheckoutId, LayerId, shown
 from .backend import CheckoutBackend
@@ -76,12 +76,12 @@ class Forks:
         """Save the present state under a name, by default `s1`, `s2` and so on."""
         names = {snapshot.name for snapshot in lease.snapshots}
         if name in names:
-            raise SnapshotExistsError(
+            raise ConflictError(
                 f"cannot make snapshot {name}: checkout {lease.id} has one of this name",
                 hint="remove it first, or choose another name",
             )
         if len(names) >= SNAPSHOTS_LIMIT:
-            raise TooManySnapshotsError(
+            raise LimitReachedError(
                 f"cannot make a snapshot: checkout {lease.id} has {SNAPSHOTS_LIMIT}",
                 hint="remove some, or fork the checkout",
                 max=SNAPSHOTS_LIMIT,
@@ -96,9 +96,10 @@ class Forks:
         for snapshot in lease.snapshots:
             if snapshot.name == name:
                 return snapshot
-        raise SnapshotNotFoundError(
+        raise NotFoundError(
             f"cannot find snapshot {shown(name)}: checkout {lease.id} has none of this name",
             hint=f"see `mirrord snapshot list {lease.id}`",
+            kind="snapshot",
         )
 
     def remove(self, lease: Lease, name: str) -> None:

@@ -97,7 +97,7 @@ class Patches:
         """Apply a patch; returns the paths that it wrote or removed, the strategy that fitted, and
         notes on submodules.
 
-        Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError, and changes nothing.
+        Raises PatchConflictError, InvalidPatchError, and changes nothing.
         """
         async with self._completed(lease):
             paths, found, notes = await self.workers.run(

@@ -158,10 +158,11 @@ class PreparedLayers:
         record = next(own, next(filter(self.is_shared, matching), None))
         if record is None and name:
             mirror, commit, history = place
-            raise errors.LayerNotFoundError(
+            raise errors.NotFoundError(
                 f"cannot find layer {shown(name)}: you have none of this name for"
                 f" {mirror}@{commit[:12]} with history {history}",
                 hint="see `mirrord layer list`; `mirrord layer save ID NAME` makes one",
+                kind="layer",
             )
         if record is None:
             return None
@@ -196,7 +197,7 @@ class PreparedLayers:
     ) -> LayerRecord:
         """Save the changes in a checkout; the caller holds its lock.
 
-        Raises LayerExistsError, TooManyLayersError, AccessError, and what a fork raises.
+        Raises ConflictError, LimitReachedError, AccessError, and what a fork raises.
         """
         self._must_be_possible(lease, name, uid)
         before = lease.base.saved
@@ -271,14 +272,15 @@ class PreparedLayers:
         """Return the record of an id, if a uid may see it."""
         record = self._records.get(LayerId(layer))
         if record is None or not self.may_see(record, uid):
-            raise errors.LayerNotFoundError(
+            raise errors.NotFoundError(
                 f"cannot find layer {shown(layer)}: you have no layer of this id",
                 hint="see `mirrord layer list`",
+                kind="layer",
             )
         return record
 
     def remove(self, layer: str, uid: int) -> LayerRecord:
-        """Remove a layer that no checkout needs; raises LayerInUseError."""
+        """Remove a layer that no checkout needs; raises ConflictError."""
         record = self.get(layer, uid)
         name = record.saved.name
         if not self.may_remove(record, uid):
@@ -287,7 +289,7 @@ class PreparedLayers:
                 hint="only that user and administrators may",
             )
         if count := self.holders(record):
-            raise errors.LayerInUseError(
+            raise errors.ConflictError(
                 f"cannot remove layer {name}: {count} checkouts have it",
                 hint="release or reset them first",
                 checkouts=count,
@@ -301,7 +303,7 @@ class PreparedLayers:
         return record
 
     def remove_of(self, digest: str) -> None:
-        """Remove the layers that the build of an environment saved; raises LayerInUseError."""
+        """Remove the layers that the build of an environment saved; raises ConflictError."""
         name = layer_name(digest)
         for record in self.all():
             if record.saved.name == name and self.is_shared(record):
@@ -322,18 +324,18 @@ class PreparedLayers:
         place = lease.mirror.key, lease.base.commit, lease.history
         own = [record for record in self._records.values() if record.saved.saved_by == uid]
         if any(record.saved.name == name and record.place == place for record in own):
-            raise errors.LayerExistsError(
+            raise errors.ConflictError(
                 f"cannot save layer {name}: you have one of this name for {lease.base.commit[:12]}",
                 hint="a layer never changes: choose another name, or remove that one",
             )
         if len(own) >= LAYERS_LIMIT and not self.is_admin(uid):
-            raise errors.TooManyLayersError(
+            raise errors.LimitReachedError(
                 f"cannot save layer {name}: you have {LAYERS_LIMIT}",
                 hint="remove some; see `mirrord layer list`",
                 max=LAYERS_LIMIT,
             )
         if lease.base.saved and len(lease.base.saved.layers) >= _STACK_LIMIT:
-            raise errors.TooManyLayersError(
+            raise errors.LimitReachedError(
                 f"cannot save layer {name}: {_STACK_LIMIT} layers are below it",
                 hint="save from a checkout without a layer",
                 max=_STACK_LIMIT,

@@ -451,7 +451,7 @@ class Checkouts:
         ]
 
     async def remove_layer(self, layer: str, peer: Peer) -> None:
-        """Remove a prepared layer. Raises LayerInUseError."""
+        """Remove a prepared layer. Raises ConflictError."""
         record = self.prepared.remove(layer, peer.uid)
         log.info("layer.removed", layer=record.saved.name, mirror=str(record.mirror), uid=peer.uid)
 

@@ -13,7 +13,7 @@ Names = Iterable[tuple[str, str]]
 def candidates(session: Session, kind: str) -> list[tuple[str, str]]:
     """Return names of a kind, each with a word about it; none without a daemon or a right."""
     try:
-        return list(_KINDS[kind](session.client))
+        return list(COMPLETED[kind](session.client))
     except MirrordError:
         return []
 
@@ -29,7 +29,7 @@ def _targets(client: mirrord.Client) -> Iterator[tuple[str, str]]:
         yield instance.id, "instance"
 
 
-_KINDS: dict[str, Callable[[mirrord.Client], Names]] = {
+COMPLETED: dict[str, Callable[[mirrord.Client], Names]] = {
     "mirror": lambda client: ((each.name, each.state) for each in client.list_mirrors()),
     "dataset": lambda client: ((each.name, each.format) for each in client.list_datasets()),
     "instance": lambda client: ((each.id, "") for each in client.list_instances(None)),

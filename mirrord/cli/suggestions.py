@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from .. import errors
 from ..errors import MirrordError
 from ..model import shown
-from .completion import candidates
+from .completion import COMPLETED, candidates
 from .session import Session
 from .table import VERBS
 
@@ -22,14 +22,10 @@ _SYNONYMS = {
 # without a group, what people mean most
 _AT_TOP = {"ls": ["checkouts", "dataset list", "mirror list"], "rm": ["release", "dataset remove"]}
 
-_KINDS = {
+_KINDS: dict[type[MirrordError], str] = {
     errors.MirrorNotFoundError: "mirror",
-    errors.DatasetNotFoundError: "dataset",
     errors.InstanceNotFoundError: "instance",
     errors.CheckoutNotFoundError: "checkout",
-    errors.EnvironmentNotFoundError: "environment",
-    errors.LayerNotFoundError: "layer",
-    errors.OperationNotFoundError: "operation",
 }
 
 
@@ -53,8 +49,8 @@ def with_suggestion(
     session: Session, error: MirrordError, arguments: Sequence[str]
 ) -> MirrordError:
     """Return an error about an unknown name with the name that may be meant in its hint."""
-    kind = next((kind for family, kind in _KINDS.items() if isinstance(error, family)), None)
-    if kind is None:
+    kind = _KINDS.get(type(error)) or str(error.facts.get("kind"))
+    if kind not in COMPLETED:
         return error
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     names = {_plain(name): name for name, _ in candidates(session, kind)}

@@ -10,7 +10,7 @@ from typing import TypeVar
 from ..errors import (
     IntegrityError,
     MirrordError,
-    OperationNotFoundError,
+    NotFoundError,
     ResourceError,
     from_problem,
 )
@@ -82,7 +82,7 @@ def finish_all(session: Session, operations: list[Operation]) -> tuple[list[Oper
         except MirrordError as error:
             session.fail(error)
             status = status or error.exit_status
-            with suppress(OperationNotFoundError):  # the daemon was restarted
+            with suppress(NotFoundError):  # the daemon was restarted
                 ended.append(session.client.get_operation(operation.id))
         except KeyboardInterrupt:
             for other in operations[number:]:

@@ -241,7 +241,7 @@ def retry_pauses(patience_seconds: float) -> Iterator[float]:
         pause = min(pause * 1.6, 0.5)
 
 
-_BUSY_ERRORS = (errors.TooManyRequestsError, errors.OverloadedError, errors.TooManyConnectionsError)
+_BUSY_ERRORS = (errors.TooManyRequestsError, errors.OverloadedError)
 
 
 @dataclass

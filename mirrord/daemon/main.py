@@ -91,7 +91,7 @@ def main(options: argparse.Namespace, settings: config.Settings | None = None) -
 
 @contextlib.contextmanager
 def state_lock(state_dir: Path) -> Iterator[None]:
-    """Hold the lock of a state directory. Raises AlreadyRunningError.
+    """Hold the lock of a state directory. Raises ConflictError.
 
     The kernel releases the lock when its holder ends. The file contains facts about the holder for
     error messages only. It is never removed, because a lock on a removed file excludes nobody.
@@ -112,7 +112,7 @@ def state_lock(state_dir: Path) -> Iterator[None]:
             facts = _read_holder(lock)
             holder = "process {pid} of uid {uid}, started {started_at}" if facts else ""
             holder = holder.format(**facts) or "a starting daemon"
-            raise errors.AlreadyRunningError(
+            raise errors.ConflictError(
                 f"cannot start a daemon on {state_dir}: {holder} uses it",
                 hint="stop that daemon, or use another state_dir",
                 state_dir=str(state_dir),
@@ -190,7 +190,7 @@ class Listeners(NamedTuple):
 
 
 def open_listeners(path: Path) -> Listeners:
-    """Take systemd's sockets, or listen at `path`. Raises AlreadyRunningError.
+    """Take systemd's sockets, or listen at `path`. Raises ConflictError.
 
     Everybody may connect there: access is decided for each request by the peer's credentials.
     """
@@ -245,7 +245,7 @@ def _refuse_occupied(path: Path) -> None:
             hint="move it away, or choose another `socket`",
         )
     if not _comes_true(partial(_is_abandoned, path)):
-        raise errors.AlreadyRunningError(
+        raise errors.ConflictError(
             f"cannot listen at {path}: another process listens there",
             hint="stop that process, or choose another `socket`",
         )

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from ..errors import InvalidCommitError, InvalidMappingError, InvalidNameError
+from ..errors import InvalidCommitError, InvalidNameError, InvalidRequestError
 from ..jsontext import loads
 from ..model import UNREAD_LIST, CommitId, Direction, History, MirrorName, parse_commit, shown
 from ..places import read_workdir
@@ -406,7 +406,7 @@ _SOURCES_LIMIT = 20
 
 
 def parse_mapping(text: str) -> Columns:
-    """Return the standard columns, changed by the mapping. Raises InvalidMappingError."""
+    """Return the standard columns, changed by the mapping. Raises InvalidRequestError."""
     if len(text.encode()) > MAPPING_LIMIT_BYTES:
         raise _invalid([f"it is longer than {MAPPING_LIMIT_BYTES >> 10} KiB"])
     try:
@@ -453,8 +453,8 @@ def _iter_faults(field: str, value: Any, table: str = "") -> Iterator[str]:
             yield f"{table}{field} must be one of {', '.join(sorted(_CHOICES[field]))}"
 
 
-def _invalid(faults: list[str]) -> InvalidMappingError:
-    return InvalidMappingError(
+def _invalid(faults: list[str]) -> InvalidRequestError:
+    return InvalidRequestError(
         f"cannot use the mapping: {'; '.join(faults[:10])}",
         hint=f"its fields are {', '.join(STANDARD.sources)}, and a table [defaults]; see"
         " docs/formats.md",

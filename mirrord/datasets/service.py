@@ -363,7 +363,7 @@ class Datasets:
         )
 
     async def compare(self, a: str, b: str) -> DatasetDiff:
-        """Return the difference from dataset `a` to `b`. Raises DatasetNotFoundError."""
+        """Return the difference from dataset `a` to `b`. Raises NotFoundError."""
         for name in (a, b):
             await self.get(name)
         async with self._quarantine.directory("compare") as directory:
@@ -375,7 +375,7 @@ class Datasets:
     async def exported(self, name: str) -> AsyncIterator[Path]:
         """Export the rows as canonical lines into a file, removed after the block.
 
-        Raises DatasetNotFoundError.
+        Raises NotFoundError.
         """
         await self.get(name)
         async with self._quarantine.directory("export") as directory:
@@ -454,7 +454,7 @@ class Datasets:
             self._changed("dataset.restored", parse_dataset_name(name))
 
     async def remove(self, name: str) -> None:
-        """Delete a dataset and remove its pins. Raises DatasetNotFoundError."""
+        """Delete a dataset and remove its pins. Raises NotFoundError."""
         dataset = parse_dataset_name(name)
         async with self._exclusive(owner_of(dataset)):
             if not await self._catalog.delete_dataset(dataset):
@@ -469,14 +469,14 @@ class Datasets:
         return await self._catalog.list_datasets()
 
     async def get(self, name: str) -> Dataset:
-        """Raises DatasetNotFoundError."""
+        """Raises NotFoundError."""
         found = await self._catalog.find_dataset(name)
         if found is None:
             raise _not_found(name)
         return found
 
     async def list_instance_ids(self, name: str | None = None) -> builtins.list[str]:
-        """Return the ids of a dataset's instances, or of all. Raises DatasetNotFoundError."""
+        """Return the ids of a dataset's instances, or of all. Raises NotFoundError."""
         if name is not None:
             await self.get(name)
         return await self._catalog.list_instance_ids(name)
@@ -591,8 +591,9 @@ def name_from(source: str) -> DatasetName:
         ) from error
 
 
-def _not_found(name: str) -> errors.DatasetNotFoundError:
-    return errors.DatasetNotFoundError(
+def _not_found(name: str) -> errors.NotFoundError:
+    return errors.NotFoundError(
         f"cannot find dataset {shown(name)}: no dataset has that name",
         hint="`mirrord dataset list` shows the datasets",
+        kind="dataset",
     )

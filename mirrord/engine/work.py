@@ -166,7 +166,7 @@ class BackgroundWork:
         return self.operations.start("restore", subject, run, owner_uid=owner_uid)
 
     async def remove_mirror(self, name: MirrorName) -> None:
-        """Remove a mirror and everything built from it. Raises MirrorInUseError."""
+        """Remove a mirror and everything built from it. Raises ConflictError."""
         await self._forget(name, self.mirrors.remove)
         await self.on_mirrors_changed()
 
@@ -209,7 +209,7 @@ class BackgroundWork:
     ) -> Operation:
         """Audit; with `resume`, continue an interrupted one.
 
-        Raises MirrorNotFoundError and DatasetNotFoundError before it starts.
+        Raises MirrorNotFoundError and NotFoundError before it starts.
         """
         names = [(await self.mirrors.get(text)).name for text in request.mirrors]
         if request.dataset:
@@ -223,7 +223,7 @@ class BackgroundWork:
     ) -> Operation:
         """Prepare templates for these instances of a dataset, or for all.
 
-        Raises DatasetNotFoundError and InstanceNotFoundError before it starts.
+        Raises NotFoundError and InstanceNotFoundError before it starts.
         """
         await self.datasets.get(name)
         bases = []

@@ -24,10 +24,9 @@ from .. import protocol
 from ..checkouts.prepared import layer_name
 from ..checkouts.service import Checkouts
 from ..errors import (
-    DiffTooLargeError,
     EnvironmentFailedError,
-    ForkTooLargeError,
     LimitReachedError,
+    TooLargeError,
     full_disk_named,
 )
 from ..host.peers import Peer, own_process
@@ -342,7 +341,7 @@ class Builds:
             if failure is None:
                 try:
                     await self.checkouts.save(checkout.id, SaveLayer(name=plan.layer), own_peer())
-                except (ForkTooLargeError, DiffTooLargeError) as error:  # of the recipe's making
+                except TooLargeError as error:  # of the recipe's making
                     return error.message
         return failure
 

@@ -16,7 +16,7 @@ import anyio
 from .. import protocol
 from ..checkouts.prepared import layer_name
 from ..checkouts.service import Checkouts
-from ..errors import DiffTooLargeError, EnvironmentFailedError, ForkTooLargeError
+from ..errors import EnvironmentFailedError, TooLargeError
 from ..host.peers import own_process
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, History, MirrorName
@@ -86,7 +86,7 @@ class ImageTrees:
             if written.changed:
                 saved = protocol.SaveLayer(name=layer_name(name.digest))
                 await self.checkouts.save(checkout.id, saved, own_peer())
-        except (ForkTooLargeError, DiffTooLargeError) as error:
+        except TooLargeError as error:
             self.preparations.write(name.digest, key, {"error": error.message})
             raise EnvironmentFailedError(
                 f"cannot prepare image {name} for {mirror}@{commit[:12]}: {error.message}",

@@ -106,7 +106,7 @@ class Environments:
         """Plan the environments of a request; also return the instances of its dataset that have no
         recipe.
 
-        Raises EnvironmentNotFoundError, DatasetNotFoundError, and for explicit names
+        Raises NotFoundError, and for explicit names
         RecipeNotFoundError and InvalidRecipeError.
         """
         plans: dict[str, Plan] = {}
@@ -150,7 +150,7 @@ class Environments:
                 )
             recipe = Recipe.from_json(facts["recipe"])
             return Plan(recipe, record.digest, mirror, facts["commit"], ())
-        raise errors.EnvironmentNotFoundError(
+        raise errors.NotFoundError(
             not_found(name).message,
             hint="name an instance, or import a recipe: `mirrord environment import FILE`",
         )
@@ -161,7 +161,7 @@ class Environments:
     ) -> Plan:  # fmt: skip
         if reads_tree(recipe):
             if mirror is None or commit is None:
-                raise errors.EnvironmentNotFoundError(
+                raise errors.NotFoundError(
                     f"cannot build environment {recipe.key}: its recipe reads files of a tree",
                     hint="name an instance that has this environment",
                 )
@@ -276,7 +276,7 @@ class Environments:
     async def remove(self, name: str) -> None:
         """Remove all environments of a name; for a bare key, also the imported recipe.
 
-        Raises EnvironmentInUseError, LayerInUseError.
+        Raises ConflictError.
         """
         records = list(self.store.iter_records(name))
         path = self.recipes / f"{name}.json"

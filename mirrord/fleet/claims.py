@@ -14,7 +14,7 @@ from datetime import timedelta
 import anyio
 
 from ..catalog import Catalog, Claim, HeldClaim, MirrorRow
-from ..errors import AlreadyRunningError, CatalogUnavailableError, MirrordError
+from ..errors import CatalogUnavailableError, ConflictError, MirrordError
 from ..telemetry import log
 from ..units import Backoff
 
@@ -131,7 +131,7 @@ class Claims:
             await anyio.sleep(RENEWAL_INTERVAL.total_seconds())
 
     async def take_catalog(self) -> Hold:
-        """Exclude other daemons from a catalog without a store. Raises AlreadyRunningError.
+        """Exclude other daemons from a catalog without a store. Raises ConflictError.
 
         Waits until the claim of a killed daemon has expired; one that is renewed has a daemon.
         """
@@ -142,7 +142,7 @@ class Claims:
             if holder is None:
                 return
             if holder.left_s > least_s:
-                raise AlreadyRunningError(
+                raise ConflictError(
                     "cannot start a daemon on this catalog: another one uses it",
                     hint="daemons that share a catalog need a store: set [store] url on all of"
                     " them",

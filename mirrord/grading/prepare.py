@@ -306,7 +306,7 @@ def _iter_files(tree: Worktree, changed: Iterable[bytes]) -> Iterator[tuple[byte
         if mode := tree.modes.get(top):
             yield top, mode
             continue
-        with suppress(PermissionError, errors.CheckoutBusyError, errors.DiffTooLargeError):
+        with suppress(PermissionError, errors.CheckoutBusyError, errors.TooLargeError):
             for path, kind in tree.reader.iter_below(top, lambda _path, _error: None):
                 if kind == stat.S_IFDIR:
                     continue
@@ -338,7 +338,7 @@ def _in_git_directory(reader: TreeReader, owner: ActingAs, book: RuleBook) -> It
     if found is None or not stat.S_ISDIR(found.st_mode):
         yield finding(rule, b".git", "left", "replaced" if found else "removed")
         return
-    with suppress(OSError, errors.CheckoutBusyError, errors.DiffTooLargeError):
+    with suppress(OSError, errors.CheckoutBusyError, errors.TooLargeError):
         hooks = reader.find_stat(b".git/hooks")
         for name in reader.names_in(b".git/hooks") if hooks and stat.S_ISDIR(hooks.st_mode) else ():
             if not name.endswith(b".sample"):

@@ -84,7 +84,7 @@ class Grading:
     ) -> tuple[protocol.Grade, DiffAnswer]:
         """Make a grade, and the diff of the checkout, from one reading of its tree.
 
-        Raises DiffTooLargeError for a diff that does not fit into an answer.
+        Raises TooLargeError for a diff that does not fit into an answer.
         """
         async with self.patches.spool() as spool:
             order = DiffOrder(form, spool)

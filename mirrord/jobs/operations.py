@@ -133,7 +133,7 @@ class Operations:
             del self._records[identity]
 
     def get(self, identity: str, *, owner_uid: int | None = None) -> Operation:
-        """Return an operation, of this user if given. Raises OperationNotFoundError."""
+        """Return an operation, of this user if given. Raises NotFoundError."""
         return self._get(identity, owner_uid).answer()
 
     def list(self, *, owner_uid: int | None = None) -> list[Operation]:
@@ -155,11 +155,11 @@ class Operations:
         return record.answer()
 
     async def cancel(self, identity: str, *, owner_uid: int | None = None) -> Operation:
-        """Cancel an operation and wait up to 5 s for its end. Raises OperationFinishedError."""
+        """Cancel an operation and wait up to 5 s for its end. Raises ConflictError."""
         record = self._get(identity, owner_uid)
         task = self._tasks.get(identity)
         if task is None or not record.is_running:
-            raise errors.OperationFinishedError(
+            raise errors.ConflictError(
                 f"cannot cancel operation {identity}: it is {record.operation.state}"
             )
         await asyncio.sleep(0)  # a task cancelled before its first step could not clean up
@@ -181,9 +181,10 @@ class Operations:
     def _get(self, identity: str, owner_uid: int | None) -> _Tracked:
         record = self._records.get(identity)
         if record is None or owner_uid not in {None, record.owner_uid}:
-            raise errors.OperationNotFoundError(
+            raise errors.NotFoundError(
                 f"cannot find operation {shown(identity)}: none since the daemon's start",
                 hint="operations do not survive a restart; see GET /v1/operations",
+                kind="operation",
             )
         return record
 

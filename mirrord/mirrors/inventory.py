@@ -268,7 +268,7 @@ class Inventory:
         """Register a mirror, or return its row if it exists; the first sync fills it.
 
         With `adopt`, it continues from the newest generation in the store. Raises InvalidNameError,
-        InvalidUrlError, MirrorExistsError when it has another URL.
+        InvalidUrlError, ConflictError when it has another URL.
         """
         name = MirrorName.parse(repo)
         configured = default_url(self.settings(), name)
@@ -288,7 +288,7 @@ class Inventory:
                 self.events.publish("mirror.added", mirror=str(name), url=upstream.shown)
                 return row
         if url is not None and found.url != upstream.url:
-            raise errors.MirrorExistsError(
+            raise errors.ConflictError(
                 f"cannot add mirror {name}: it exists with another upstream",
                 hint=f"`mirrord mirror set-url {found.name} URL` follows another;"
                 f" `mirrord mirror show {found.name}` shows it as it is",
@@ -297,7 +297,7 @@ class Inventory:
         return found
 
     async def remove(self, name: MirrorName) -> None:
-        """Delete a mirror; raises MirrorInUseError while something needs it."""
+        """Delete a mirror; raises ConflictError while something needs it."""
         row = await self.get(str(name))
         path = self.path(row.name)
         async with self.sharing.claim(row.name), self.lock(row.name):
@@ -308,7 +308,7 @@ class Inventory:
             if (path / "worktrees").is_dir() and any((path / "worktrees").iterdir()):
                 used.append("a linked checkout uses it")
             if used:
-                raise errors.MirrorInUseError(
+                raise errors.ConflictError(
                     f"cannot remove mirror {row.name}: {used[0]}",
                     hint="remove the dataset, the pins and the linked checkouts first",
                     mirror=str(row.name),

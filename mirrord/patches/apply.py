@@ -183,10 +183,10 @@ def _is_rules(path: bytes, mode: int) -> bool:
 
 
 def _validated(path: bytes) -> bytes:
-    """Return a path without trailing slashes; PathOutsideCheckoutError where it is none."""
+    """Return a path without trailing slashes; InvalidRequestError where it is none."""
     trimmed = path.rstrip(b"/")
     if b"\0" in path or any(part.lower() in _NOT_IN_A_TREE for part in trimmed.split(b"/")):
-        raise errors.PathOutsideCheckoutError(
+        raise errors.InvalidRequestError(
             f"cannot restore {shown_path(path)}: it is not a path in the checkout",
             hint="name paths from the top of the repository",
         )

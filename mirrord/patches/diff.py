@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import DiffTooLargeError, full_disk_named
+from ..errors import TooLargeError, full_disk_named
 from ..git.command import run_git_sync
 from ..git.objects.trees import BaseTree, ScratchObjects, TreeEntry, make_repository
 from ..git.patterns import Ignores
@@ -179,16 +179,16 @@ def _by_git(
 
 
 def must_be_short(content: object) -> None:
-    """Raise DiffTooLargeError for a diff that is in a file, where the answer is JSON."""
+    """Raise TooLargeError for a diff that is in a file, where the answer is JSON."""
     if not isinstance(content, bytes):
-        raise DiffTooLargeError(
+        raise TooLargeError(
             f"cannot answer with the diff: it is larger than {SPOOLED_BYTES >> 20} MiB",
             hint="ask for it by itself, then end the turn without it",
         )
 
 
-def _too_large() -> DiffTooLargeError:
-    return DiffTooLargeError(
+def _too_large() -> TooLargeError:
+    return TooLargeError(
         f"cannot print the diff: it is larger than {PATCH_LIMIT_BYTES >> 20} MiB",
         hint="remove large files, or let a .gitignore name them",
     )
@@ -324,7 +324,7 @@ class _Collector:
             raise unrecordable(path, "git refuses this path")
         self._new += 1
         if self._new > FILES_LIMIT:
-            raise DiffTooLargeError(
+            raise TooLargeError(
                 f"cannot copy what changed in the checkout: more than {FILES_LIMIT} files are new",
                 hint=SMALLER_HINT,
             )

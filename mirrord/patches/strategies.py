@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from signal import SIGABRT
 
-from ..errors import InvalidPatchError, MirrordError, PatchConflictError, PathOutsideCheckoutError
+from ..errors import InvalidPatchError, MirrordError, PatchConflictError
 from ..git.command import run_git_sync
 from ..git.objects.repository import Objects
 from ..git.objects.trees import ScratchRepository, TreeEntry
@@ -78,7 +78,7 @@ _INVALID = re.compile(
     r"|inconsistent (?:new |old )?(?:filename|mode)|bad git-diff|invalid mode on line"
 )
 
-_REFUSALS = (InvalidPatchError, PatchConflictError, PathOutsideCheckoutError)
+_REFUSALS = (InvalidPatchError, PatchConflictError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ def apply_patch(
 
     `scratch` is a directory for git, made if needed and removed. `base` is the tree of the base
     commit, if it differs. `submodules` has the commits to which the patch may move submodules.
-    Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError with the message of a
-    plain `git apply`, whatever the strategy, and the hunk that fits nowhere.
+    Raises PatchConflictError, InvalidPatchError with the message of a plain `git apply`, whatever
+    the strategy, and the hunk that fits nowhere.
     """
     if not patch.endswith(b"\n"):  # common in datasets; git calls it corrupt
         patch += b"\n"
@@ -327,7 +327,7 @@ def _refusal(stderr: str) -> MirrordError:
     reasons = [line.removeprefix("error: ").removeprefix("fatal: ") for line in lines]
     reason = "; ".join(reasons[:5]) or "git gave no reason"
     if _OUTSIDE.search(stderr):
-        return PathOutsideCheckoutError(
+        return InvalidPatchError(
             f"cannot apply the patch: {reason}", hint="a patch may only name files in the checkout"
         )
     if _INVALID.search(stderr):

@@ -239,15 +239,15 @@ class Worktree:
     def _charge(self, size: int) -> None:
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise errors.DiffTooLargeError(
+            raise errors.TooLargeError(
                 "cannot copy what changed in the checkout:"
                 f" the changed files hold more than {BYTES_LIMIT >> 20} MiB",
                 hint=SMALLER_HINT,
             )
 
 
-def unrecordable(path: bytes, fact: str) -> errors.TreeRefusedError:
-    return errors.TreeRefusedError(
+def unrecordable(path: bytes, fact: str) -> errors.ConflictError:
+    return errors.ConflictError(
         f"cannot record what changed in the checkout: {shown_path(path)}: {fact}",
         hint="fix or remove the file, or its attributes",
     )

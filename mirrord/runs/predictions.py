@@ -280,11 +280,7 @@ class SuiteRunner:
 
 
 _UNKNOWN = (errors.InstanceNotFoundError, errors.InstanceAmbiguousError)
-_CONFLICT = (
-    errors.PatchConflictError,
-    errors.InvalidPatchError,
-    errors.PathOutsideCheckoutError,
-)
+_CONFLICT = (errors.PatchConflictError, errors.InvalidPatchError)
 
 
 def _state_of(error: errors.MirrordError) -> State:

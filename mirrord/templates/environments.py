@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import (
-    EnvironmentInUseError,
-    EnvironmentNotFoundError,
+    ConflictError,
     LimitReachedError,
+    NotFoundError,
     full_disk_named,
 )
 from ..host.files import (
@@ -123,7 +123,7 @@ class EnvironmentStore:
         return max(ready, key=lambda record: record.at, default=None)
 
     def get(self, name: str) -> EnvironmentRecord:
-        """Return the ready environment of a name. Raises EnvironmentNotFoundError."""
+        """Return the ready environment of a name. Raises NotFoundError."""
         if (found := self.find(name)) is None:
             raise not_found(name)
         return found
@@ -229,10 +229,10 @@ class EnvironmentStore:
         raise FileNotFoundError(built / RECORD)
 
     def remove(self, digest: str) -> None:
-        """Remove an environment. Raises EnvironmentInUseError."""
+        """Remove an environment. Raises ConflictError."""
         if self.held[digest]:
             record = self._records[digest]
-            raise EnvironmentInUseError(
+            raise ConflictError(
                 f"cannot remove environment {record.name}: a checkout or a prepared layer uses it",
                 hint="release its checkouts; see `mirrord layer list`",
             )
@@ -246,10 +246,11 @@ class EnvironmentStore:
             self._trash.add(gone)
 
 
-def not_found(name: str) -> EnvironmentNotFoundError:
-    return EnvironmentNotFoundError(
+def not_found(name: str) -> NotFoundError:
+    return NotFoundError(
         f"cannot find environment {shown(name)}: none of that name is built",
         hint="see `mirrord environment list`; `mirrord environment build` builds one",
+        kind="environment",
     )
 
 

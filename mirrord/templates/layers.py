@@ -208,7 +208,7 @@ def build_layer(
     """Build and prove the layer of a commit's tree in the new directory `temporary`.
 
     It becomes a delta on one of the `candidates`, chains in `trees` with the nearest first, where
-    the difference is small, else a keyframe. Raises CommitUnservableError, TreeTooLargeError,
+    the difference is small, else a keyframe. Raises CommitUnservableError, TooLargeError,
     CorruptObjectError, ProofFailedError, DiskFullError.
     """
     with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):

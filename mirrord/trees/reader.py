@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from ..errors import DiffTooLargeError, MirrordError
+from ..errors import MirrordError, TooLargeError
 from ..host import files
 from ..host.processes import ActingAs
 from ..model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
@@ -99,7 +99,7 @@ class TreeReader:
                     inside = self.entries_in(at)
                 except FileNotFoundError:
                     continue
-                except (PermissionError, DiffTooLargeError) as error:
+                except (PermissionError, TooLargeError) as error:
                     refused(at, error)
                 else:
                     prefix = at + b"/" if at else b""
@@ -114,7 +114,7 @@ class TreeReader:
                 yield below, st
 
     def names_in(self, path: bytes) -> list[bytes]:
-        """Return the sorted names in a directory; DiffTooLargeError for one that is too deep."""
+        """Return the sorted names in a directory; TooLargeError for one that is too deep."""
         return sorted(files.names_in(self._open(path)))
 
     def entries_in(self, path: bytes) -> list[tuple[bytes, int]]:
@@ -124,7 +124,7 @@ class TreeReader:
     def _open(self, path: bytes) -> int:
         """Return the directory at a path, open until the next call."""
         if path.count(b"/") >= TREE_DEPTH_LIMIT or len(path) >= TREE_PATH_LIMIT_BYTES:
-            raise DiffTooLargeError(
+            raise TooLargeError(
                 f"cannot read {files.shown_path(path[-200:])}: it is more than"
                 f" {TREE_DEPTH_LIMIT} directories deep, or its path has more than"
                 f" {TREE_PATH_LIMIT_BYTES} bytes",

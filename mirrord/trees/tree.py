@@ -48,7 +48,7 @@ def materialise(
 
     `owner` is (uid, gid) of all files, None for the daemon's own. `template` are the layers of the
     tree's template, top first; without, git's objects are read. Raises CommitUnservableError,
-    TreeTooLargeError, CorruptObjectError, DiskFullError; ProofFailedError for a damaged template.
+    TooLargeError, CorruptObjectError, DiskFullError; ProofFailedError for a damaged template.
     """
     dest.mkdir(mode=0o755, exist_ok=True)
     with (
@@ -78,7 +78,7 @@ def _reading_tree(objects: Objects, tree: str) -> Iterator[tuple[list[TreeEntry]
 
 
 def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
-    """Raise TreeTooLargeError where the tree of `manifest` cannot be moved to `tree`."""
+    """Raise TooLargeError where the tree of `manifest` cannot be moved to `tree`."""
     with open_objects(git_dir) as objects:
         must_fit(objects, tree, near=manifest.tree)
 

@@ -440,13 +440,13 @@ def test_a_member_holds_no_checkout_longer_than_the_longest(world: World) -> Non
     """Neither a new lease nor a renewal; the refusal names the limit. The default ttl is reduced to it; root is exempt."""
     world.configure('ttl_max = "1h"')
     status, answer = world.checkout(MEMBER, ttl="366d")
-    assert (status, answer["code"], answer["max_s"]) == (400, "ttl-too-long", 3600)
+    assert (status, answer["code"], answer["max_s"]) == (400, "invalid-request", 3600)
     assert "1h is the longest" in answer["detail"]
     held = world.checkout(MEMBER, ttl="1h")[1]
     default = world.checkout(MEMBER)[1]
     assert (
         world.ask(MEMBER, "POST", f"checkouts/{held['id']}/renew", {"ttl": 3601})[1]["code"]
-        == "ttl-too-long"
+        == "invalid-request"
     )
     for lease in (held, default, world.ask(MEMBER, "POST", f"checkouts/{held['id']}/renew", {})[1]):
         assert (

@@ -332,10 +332,8 @@ def test_metrics_are_prometheus_text(running: Daemon) -> None:
 
 def test_an_operation_that_does_not_exist_is_a_problem(running: Daemon) -> None:
     """Its own code."""
-    assert problem(running.get("/v1/operations/nope"))["code"] == "operation-not-found"
-    assert (
-        problem(running.request("DELETE", "/v1/operations/nope"))["code"] == "operation-not-found"
-    )
+    assert problem(running.get("/v1/operations/nope"))["code"] == "not-found"
+    assert problem(running.request("DELETE", "/v1/operations/nope"))["code"] == "not-found"
 
 
 def test_events_are_followed_and_resumed(running: Daemon) -> None:

@@ -22,11 +22,11 @@ from mounted_templates import mounted_below
 
 from mirrord.errors import (
     CheckoutBusyError,
-    DiffTooLargeError,
+    ConflictError,
     InvalidPatchError,
     MirrordError,
     OwnerDeniedError,
-    TreeRefusedError,
+    TooLargeError,
 )
 from mirrord.host.files import open_beneath, opened
 from mirrord.host.processes import ActingAs, die_with_parent, dies_with_parent
@@ -530,7 +530,7 @@ def test_a_tree_that_is_too_deep_is_refused(
 ) -> None:
     """With a status that clients do not retry; a reset removes it; an ignored one is not read."""
     as_client(f"mkdir tower; cd tower; {script}", checkout)
-    with pytest.raises(DiffTooLargeError) as refused:
+    with pytest.raises(TooLargeError) as refused:
         diff(service, checkout)
     assert refused.value.http_status == 422
     as_client("echo tower >.gitignore", checkout)
@@ -561,7 +561,7 @@ def test_a_patch_with_a_name_that_no_tree_holds_is_refused(
 def test_attributes_that_git_refuses_are_the_clients(service: Service, checkout: Checkout) -> None:
     """An unknown encoding."""
     as_client("echo '*.txt working-tree-encoding=BOGUS' >.gitattributes; echo x >a.txt", checkout)
-    with pytest.raises(TreeRefusedError, match=r"a\.txt") as refused:
+    with pytest.raises(ConflictError, match=r"a\.txt") as refused:
         diff(service, checkout)
     assert refused.value.http_status == 409
 

@@ -228,7 +228,7 @@ def test_a_dataset_that_is_removed_takes_its_pins_along(world: World) -> None:
 def test_a_mirror_that_is_recorded_is_not_removed(world: World) -> None:
     """409, with its users."""
     status, _, body = world.daemon.request("DELETE", "/v1/mirrors/o__r")
-    assert (status, json.loads(body)["code"]) == (409, "mirror-in-use")
+    assert (status, json.loads(body)["code"]) == (409, "conflict")
 
 
 @pytest.fixture

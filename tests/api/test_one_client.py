@@ -294,7 +294,7 @@ def test_idle_strangers_keep_nobody_out(running: Daemon) -> None:
         ]
         assert len(refused) >= 4 * 64 - 128
         status, headers, body = parse_response(read_all(refused[-1]))
-        assert (status, json.loads(body)["code"]) == (503, "too-many-connections")
+        assert (status, json.loads(body)["code"]) == (503, "overloaded")
         assert headers["retry-after"] == "1"
         lines = [line["uid"] for line in running.log_lines if line["event"] == "connection.refused"]
         assert sorted(lines) == sorted(strangers)

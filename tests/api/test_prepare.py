@@ -13,7 +13,7 @@ from waiting import until
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.errors import DatasetNotFoundError, InstanceNotFoundError
+from mirrord.errors import InstanceNotFoundError, NotFoundError
 
 GROUP, MEMBER, OTHER, STRANGER = 34571, 34572, 34573, 34574
 
@@ -58,7 +58,7 @@ def test_first_checkouts_are_warm(running: Daemon) -> None:
 
 def test_what_is_named_must_be_there(running: Daemon, capsys: pytest.CaptureFixture[str]) -> None:
     with Client(running.socket) as client:
-        with pytest.raises(DatasetNotFoundError):
+        with pytest.raises(NotFoundError):
             client.prepare_dataset("e")
         with pytest.raises(InstanceNotFoundError):
             client.prepare_dataset("d", "i-0", "i-3")

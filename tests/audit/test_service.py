@@ -26,7 +26,7 @@ from mirrord.audit.defects import Defect
 from mirrord.audit.examine import Examined, examine
 from mirrord.audit.object_files import find_bad_files
 from mirrord.catalog import InstanceRow
-from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
+from mirrord.errors import MirrorNotFoundError, NotFoundError
 from mirrord.git import command as git_command
 from mirrord.mirrors.repository import CONFIGURATION
 from mirrord.model import (
@@ -392,7 +392,7 @@ def test_an_audit_is_saved_and_says_that_all_is_well(tmp_path: Path, upstream: U
         assert (audit.findings, audit.affected, audit.mirrors) == ([], [], ["owner__name"])
         assert await daemon.audits.get(audit.id) == audit
         assert await daemon.audits.list_audits() == [audit]
-        with pytest.raises(AuditNotFoundError):
+        with pytest.raises(NotFoundError):
             await daemon.audits.get("nonsense")
 
     with_daemon(tmp_path, upstream, body)
@@ -468,7 +468,7 @@ def test_a_mirror_that_was_never_made_is_not_mirrored(tmp_path: Path, upstream: 
         assert (audit.counts, audit.affected) == ({CommitState.NOT_MIRRORED: 1}, ["some__where-1"])
         with pytest.raises(MirrorNotFoundError):
             await daemon.audits.run(StartAudit(mirrors=["no/such"]))
-        with pytest.raises(DatasetNotFoundError):
+        with pytest.raises(NotFoundError):
             await daemon.audits.run(StartAudit(dataset="none"))
 
     with_daemon(tmp_path, upstream, body)

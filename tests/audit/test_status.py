@@ -266,5 +266,5 @@ def test_a_damaged_repository_is_told_in_our_words(furnished: Furnished, what: s
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(MirrordError) as told:
         Objects(furnished.mirror)
-    assert (told.value.code, told.value.exit_status) == ("damaged-mirror", 8)
+    assert (told.value.code, told.value.exit_status) == ("corrupt-object", 8)
     assert "mirrord heal" in str(told.value.hint)

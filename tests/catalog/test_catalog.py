@@ -38,7 +38,7 @@ from mirrord.catalog import (
 from mirrord.catalog.database import MIGRATIONS, Database, migrate, read_revision
 from mirrord.catalog.schema import HEAD, metadata
 from mirrord.errors import (
-    CatalogTooNewError,
+    ConflictError,
     CorruptCatalogError,
     DiskFullError,
     InstanceAmbiguousError,
@@ -737,7 +737,7 @@ def test_an_unknown_revision_is_refused_and_migrations_run_in_a_worker(tmp_path:
     async def work() -> None:
         workers = Workers(size=1)
         try:
-            with pytest.raises(CatalogTooNewError, match="schema 0000"):
+            with pytest.raises(ConflictError, match="schema 0000"):
                 await Catalog.open(place, workers)
             place.unlink()
             await workers.run(migrate, str(place), timeout=timedelta(seconds=60))

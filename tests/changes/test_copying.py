@@ -208,12 +208,12 @@ def test_a_layer_before_that_is_gone_costs_a_copy(tmp_path: Path, tree: Path) ->
 
 def test_a_copy_is_bounded(tmp_path: Path, tree: Path) -> None:
     """In paths and bytes; a sparse file counts as long as it is."""
-    with pytest.raises(errors.ForkTooLargeError, match="5 changed paths"):
+    with pytest.raises(errors.TooLargeError, match="5 changed paths"):
         copied(tmp_path, limits=LIMITS._replace(files=4))
     limits = LIMITS._replace(files=5, size_bytes=1 << 20)
     copied(tmp_path, limits=limits)
     os.truncate(tree / "a", 1 << 30)
-    with pytest.raises(errors.ForkTooLargeError, match="1024 MiB"):
+    with pytest.raises(errors.TooLargeError, match="1024 MiB"):
         copied(tmp_path, limits=limits)
 
 

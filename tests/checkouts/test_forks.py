@@ -337,17 +337,17 @@ def test_a_restart_keeps_forks_and_snapshots(service: Service, backend: Backend)
 def test_names_and_bounds_of_snapshots(service: Service) -> None:
     one = start(service, Backend.OVERLAY)
     one.snapshot("a")
-    with pytest.raises(errors.SnapshotExistsError):
+    with pytest.raises(errors.ConflictError):
         one.snapshot("a")
-    with pytest.raises(errors.SnapshotNotFoundError):
+    with pytest.raises(errors.NotFoundError):
         one.reset(to="b")
-    with pytest.raises(errors.SnapshotNotFoundError):
+    with pytest.raises(errors.NotFoundError):
         one.fork("b")
     with pytest.raises(errors.InvalidRequestError):
         one.reset(to="a", commit="v1")
     for _ in range(127):
         one.snapshot()
-    with pytest.raises(errors.TooManySnapshotsError):
+    with pytest.raises(errors.LimitReachedError):
         one.snapshot()
     service.call(service.checkouts.remove_snapshot, one.id, "s64", USER_PEER)
     assert one.snapshot().name == "s64"

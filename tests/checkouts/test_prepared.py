@@ -283,7 +283,7 @@ def test_a_layer_is_its_savers_and_an_administrators_is_everybodys(service: Serv
     }
     assert list(content.values()) == ["mine", "administrator", "administrator", "administrator"]
     for name, peer in (("mine", OTHER_PEER), ("mine", ROOT_PEER), ("absent", USER_PEER)):
-        with pytest.raises(errors.LayerNotFoundError, match=f"cannot find layer '{name}'"):
+        with pytest.raises(errors.NotFoundError, match=f"cannot find layer '{name}'"):
             start(service, peer=peer, layer=name)
     [theirs] = [
         each
@@ -297,20 +297,20 @@ def test_a_layer_is_its_savers_and_an_administrators_is_everybodys(service: Serv
         for each in service.call(service.checkouts.list_layers, None, USER_PEER)
         if not each.shared
     )
-    with pytest.raises(errors.LayerNotFoundError):
+    with pytest.raises(errors.NotFoundError):
         service.call(service.checkouts.remove_layer, mine.id, OTHER_PEER)
 
 
 def test_a_layer_is_of_one_commit_and_history_and_never_changes(service: Service) -> None:
     held = start(service)
     held.save("once")
-    with pytest.raises(errors.LayerExistsError):
+    with pytest.raises(errors.ConflictError):
         held.save("once")
-    with pytest.raises(errors.LayerNotFoundError):
+    with pytest.raises(errors.NotFoundError):
         start(service, layer="once", commit="v3")
-    with pytest.raises(errors.LayerNotFoundError):
+    with pytest.raises(errors.NotFoundError):
         start(service, layer="once", history=History.SQUASHED)
-    with pytest.raises(errors.LayerNotFoundError):
+    with pytest.raises(errors.NotFoundError):
         held.reset(commit="v3", layer="once")
     with_it = start(service, layer="once")
     assert with_it.reset(commit="v3").layer is None
@@ -331,7 +331,7 @@ def test_a_layer_is_removed_only_when_unused_and_then_completely(
     [layer] = service.call(service.checkouts.list_layers, None, USER_PEER)
     assert layer.checkouts == 2
     for each in (held, fork):
-        with pytest.raises(errors.LayerInUseError):
+        with pytest.raises(errors.ConflictError):
             service.call(service.checkouts.remove_layer, layer.id, USER_PEER)
         each.release()
     service.call(service.checkouts.remove_layer, layer.id, USER_PEER)
@@ -512,7 +512,7 @@ def test_an_environment_is_beside_the_tree_and_its_owners_alone(
     assert (prefix(other) / "lib/package.py").read_text() == "x = 1\n"
     assert held.diff() == b""
     assert not (prefix(other) / "new").exists()
-    with pytest.raises(errors.EnvironmentInUseError):
+    with pytest.raises(errors.ConflictError):
         remove(service, environment)
     held.reset()
     assert sorted(path.name for path in prefix(held).rglob("*")) == [
@@ -592,7 +592,7 @@ def test_a_layer_has_what_was_changed_in_the_environment(
     for each in (held, on_it, alone):
         each.release()
     service.call(service.trash.settle)
-    with pytest.raises(errors.EnvironmentInUseError):  # the layer is over it
+    with pytest.raises(errors.ConflictError):  # the layer is over it
         remove(service, environment)
 
 
@@ -613,7 +613,7 @@ def test_the_layer_of_an_environment_comes_without_asking(
     plain = start(service, backend)
     assert plain.reset(environment="flask-2.0").layer == name
     assert (prefix(plain) / "lib/package.py").exists()
-    with pytest.raises(errors.LayerInUseError):
+    with pytest.raises(errors.ConflictError):
         service.checkouts.prepared.remove_of(environment)
     moved = plain.reset(commit="v3")
     assert (moved.layer, moved.environment) == (None, f"flask-2.0@{environment[:12]}")
@@ -621,9 +621,9 @@ def test_the_layer_of_an_environment_comes_without_asking(
 
 def test_what_cannot_have_an_environment_says_so(service: Service, environment: str) -> None:
     for name in ("absent", "flask-2.0@ffff"):
-        with pytest.raises(errors.EnvironmentNotFoundError):
+        with pytest.raises(errors.NotFoundError):
             start(service, environment=name)
-    with pytest.raises(errors.EnvironmentNotFoundError, match="it has no instance"):
+    with pytest.raises(errors.NotFoundError, match="it has no instance"):
         start(service, environment="auto")
     image = {"variables": {}, "user": "root"}
     make_environment(service, NEWER, key="image", image=image)
@@ -650,7 +650,7 @@ def test_a_restart_finds_both_mounted_or_mounts_them(
     service.call(service.open)
     assert (prefix(held) / "lib/package.py").read_text() == "mine\n"
     assert (held.tree / "work").read_text() == "mine\n"
-    with pytest.raises(errors.EnvironmentInUseError):
+    with pytest.raises(errors.ConflictError):
         remove(service, environment)
     held.reset()
     assert not (prefix(held) / "new").exists()

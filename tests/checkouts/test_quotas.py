@@ -168,9 +168,7 @@ def test_a_checkout_that_comes_near_the_limits_of_a_copy_is_named(
     fork = service.call(checkouts.fork, held.id, ForkCheckout(), USER_PEER)
     service.call(checkouts.release, fork.id, USER_PEER)
     write(held, 2, "most")
-    with pytest.raises(
-        errors.ForkTooLargeError, match=r"11 MiB; the limit is .* 10 MiB"
-    ) as refused:
+    with pytest.raises(errors.TooLargeError, match=r"11 MiB; the limit is .* 10 MiB") as refused:
         service.call(checkouts.fork, held.id, ForkCheckout(), USER_PEER)
     assert "checkouts.copy_bytes" in str(refused.value.hint)
     service.call(checkouts.reset, held.id, ResetCheckout(), USER_PEER)

@@ -418,7 +418,7 @@ _DATASET = {
             ("GET", f"/v1/checkouts/{ID[:-1]}b/diff"), ("GET", "/v1/checkouts", [LEASE]), ID,
         ),
         (
-            "dataset-not-found", ["dataset", "show", "verifed"],
+            "not-found", ["dataset", "show", "verifed"],
             ("GET", "/v1/datasets/verifed"), ("GET", "/v1/datasets", [_DATASET]), "verified",
         ),
         (
@@ -431,7 +431,13 @@ def test_a_mistyped_name_is_answered_with_the_one_that_is_meant(
     code: str, words: list[str], route: tuple[str, str], names: tuple[str, str, Any], expected: str,
     path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    problem = {"status": 404, "code": code, "detail": "cannot find it: no such name", "hint": "h"}
+    problem = {
+        "status": 404,
+        "code": code,
+        "kind": words[0],
+        "detail": "cannot find it: no such name",
+        "hint": "h",
+    }
     routes = {
         route: lambda h: h.answer(problem, 404, "application/problem+json"),
         names[:2]: lambda h: h.answer(names[2]),

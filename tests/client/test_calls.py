@@ -433,7 +433,7 @@ def test_waiting_for_an_operation_that_a_restart_ended_is_an_error(path: Path) -
     """Operations are forgotten at a restart; one that was never known is not found."""
     answers: list[Any] = [
         lambda h: h.answer(OPERATION),
-        lambda h: h.problem(404, "operation-not-found"),
+        lambda h: h.problem(404, "not-found"),
     ]
     routes: Any = {
         ("GET", "/v1/operations/op1"): lambda h: (
@@ -443,7 +443,7 @@ def test_waiting_for_an_operation_that_a_restart_ended_is_an_error(path: Path) -
     with serving(path, routes), Client(path) as client:
         with pytest.raises(errors.CancelledError, match="restarted"):
             client.wait("op1")
-        with pytest.raises(errors.OperationNotFoundError):
+        with pytest.raises(errors.NotFoundError):
             client.wait("op1")
 
 

@@ -197,11 +197,8 @@ def test_requests_refuse_what_they_do_not_know_and_what_is_out_of_bounds() -> No
 
 def test_the_exported_names_are_the_public_ones() -> None:
     """Clients, messages, choices, errors: nothing else and nothing less."""
-    of_errors = {
-        name
-        for name, each in vars(errors).items()
-        if isinstance(each, type) and issubclass(each, errors.MirrordError)
-    }
+    told = {each.__name__ for each in errors.iter_errors(errors.MirrordError)}
+    of_errors = {"MirrordError", *told.intersection(vars(errors))}
     of_model = {
         name
         for name, each in vars(mirrord.model).items()

@@ -16,7 +16,7 @@ from gitrepos import Upstream
 
 pytestmark = pytest.mark.root
 
-_REFUSED = {"disk-full", "disk-failed"}
+_REFUSED = {"disk-full", "resource"}
 
 
 class Disk:

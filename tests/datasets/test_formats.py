@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from mirrord.datasets.fields import STANDARD, parse_mapping
 from mirrord.datasets.formats import COLUMNS, FORMATS, format_infos
-from mirrord.errors import InvalidDatasetError, InvalidMappingError
+from mirrord.errors import InvalidDatasetError, InvalidRequestError
 from mirrord.model import MirrorName
 
 GOLD = "c0ffee1234" * 4
@@ -532,12 +532,12 @@ BAD_MAPPINGS = {
 
 @pytest.mark.parametrize("text", BAD_MAPPINGS, ids=lambda text: text[:20])
 def test_a_bad_mapping_is_refused_with_its_faults(text: str) -> None:
-    with pytest.raises(InvalidMappingError, match=re.escape(BAD_MAPPINGS[text])):
+    with pytest.raises(InvalidRequestError, match=re.escape(BAD_MAPPINGS[text])):
         parse_mapping(text)
 
 
 def test_all_faults_of_a_mapping_are_told_at_once() -> None:
-    with pytest.raises(InvalidMappingError) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         parse_mapping('repo = 1\nxyz = "a"\n')
     assert "repo must be" in caught.value.message
     assert "'xyz' is not a field" in caught.value.message

@@ -24,11 +24,11 @@ from mirrord.datasets.pinning import write_journal
 from mirrord.datasets.service import DatasetFile, Datasets, QueryCache, name_from
 from mirrord.errors import (
     CatalogUnavailableError,
-    DatasetNotFoundError,
     InstanceAmbiguousError,
     InstanceNotFoundError,
     InvalidDatasetError,
     InvalidNameError,
+    NotFoundError,
     ResourceError,
 )
 from mirrord.model import CommitId, CommitRole, Direction, MirrorName, utc_now
@@ -182,9 +182,9 @@ def test_removing_a_dataset_removes_only_its_own_pins(house: Builder, upstream: 
         await house.datasets.remove("one")
         assert house.refs() == {f"dataset/two/{base}", f"person/7/{base}"}
         assert [dataset.name for dataset in await house.datasets.list()] == ["two"]
-        with pytest.raises(DatasetNotFoundError):
+        with pytest.raises(NotFoundError):
             await house.datasets.remove("one")
-        with pytest.raises(DatasetNotFoundError):
+        with pytest.raises(NotFoundError):
             await house.datasets.get("one")
 
     house.run(body)

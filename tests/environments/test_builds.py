@@ -23,7 +23,7 @@ from waiting import until
 
 from mirrord import Client
 from mirrord.environments.builder import build_owner
-from mirrord.errors import EnvironmentNotFoundError
+from mirrord.errors import NotFoundError
 from mirrord.protocol import BuildReport, Operation
 from mirrord.sandbox.box import find_obstacle
 
@@ -197,7 +197,7 @@ def test_a_removed_environment_frees_its_files_and_its_recipe(house: tuple[Daemo
     assert large()
     with Client(running.socket) as client:
         client.remove_environment("gone")
-        with pytest.raises(EnvironmentNotFoundError, match="none of that name is built"):
+        with pytest.raises(NotFoundError, match="none of that name is built"):
             client.build_environments("gone")
     assert not large()
 

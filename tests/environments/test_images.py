@@ -21,7 +21,7 @@ from waiting import until
 
 from mirrord import Client, Sandbox, protocol
 from mirrord.errors import (
-    EnvironmentInUseError,
+    ConflictError,
     EnvironmentLeaksError,
     UpstreamAuthError,
     UpstreamError,
@@ -119,7 +119,7 @@ def test_a_checkout_stands_in_the_place_of_the_images_repository(bench: Bench) -
             sandbox.exec("ls /etc /new new").stdout.split()
             == b"/etc: gitconfig hosts passwd resolv.conf".split()
         )
-        with pytest.raises(EnvironmentInUseError):
+        with pytest.raises(ConflictError):
             bench.client.remove_environment("whole")
     bench.remove("whole")
 

@@ -163,7 +163,7 @@ def test_a_mirror_that_is_damaged_in_the_store_is_named_and_costs_no_other(lost:
         result = json.loads(ended.stdout)
         assert [it["mirror"] for it in result["mirrors"]] == ["o__two"]
         failed = result["failed"][0]
-        assert (failed["mirror"], failed["error"]["code"]) == ("o__one", "store-damaged")
+        assert (failed["mirror"], failed["error"]["code"]) == ("o__one", "integrity")
         assert [it["name"] for it in new.json("GET", "/v1/mirrors")] == ["o__two"]
         assert new.request("POST", "/v1/checkouts", {"instance": "o__two-0"})[0] == 201
         file.write_bytes(content)

@@ -151,7 +151,7 @@ def _fill_and_empty(disk: SmallDisk, fleet: daemon_fleet.Fleet, upstream: Upstre
     large = rows(base, prefix="x", patch="+line\n" * 1_000_000)
     path = "/v1/datasets?name=large&filename=large.jsonl"
     failed = ended(nodes[1], "POST", path, large)
-    assert failed["error"]["code"] == "catalog-full", failed
+    assert failed["error"]["code"] == "catalog-unavailable", failed
     assert "the catalog's database has no room" in _health(nodes[1])
     assert "the catalog's database has no room" in _command(nodes[1], "status")
     with pytest.raises(psycopg.OperationalError):

@@ -404,9 +404,9 @@ def test_a_url_in_the_process_list_has_no_secret(
     [
         ("fetch-pack: unexpected disconnect while reading sideband packet\nfatal: early EOF\n", "upstream-unavailable"),
         ("fetch-pack: unexpected disconnect while reading sideband packet\nfatal: protocol error: bad pack header\n", "upstream-unavailable"),
-        ("error: inflate: data stream error (incorrect data check)\nfatal: pack has bad object at offset 889: inflate returned -3\n", "transfer-broken"),
+        ("error: inflate: data stream error (incorrect data check)\nfatal: pack has bad object at offset 889: inflate returned -3\n", "upstream-failed"),
         ("error: RPC failed; curl 18 transfer closed with outstanding read data remaining\n", "upstream-unavailable"),
-        ("fatal: pack is corrupted (SHA1 mismatch)\nfatal: fetch-pack: invalid index-pack output\n", "transfer-broken"),
+        ("fatal: pack is corrupted (SHA1 mismatch)\nfatal: fetch-pack: invalid index-pack output\n", "upstream-failed"),
         ("remote: fatal: packed object is corrupt\nremote: aborting due to possible repository corruption on the remote side.\nfatal: early EOF\n", "upstream-failed"),
         (f"remote: fatal: unable to read {'a' * 40}\nfatal: early EOF\n", "upstream-failed"),
         (f"error: object {'a' * 40}: hasDotgit: contains '.git'\nfatal: fsck error in pack objects\n", "upstream-failed"),

@@ -37,13 +37,13 @@ from mirrord import (
     Checkout,
     CheckoutNotFoundError,
     ConflictError,
-    DiffTooLargeError,
     InstanceNotFoundError,
     InvalidPatchError,
     InvalidRequestError,
+    NotFoundError,
     PatchConflictError,
-    SnapshotNotFoundError,
     SteeringRefusedError,
+    TooLargeError,
 )
 from mirrord.cli.main import run
 from mirrord.model import DiffFormat
@@ -455,7 +455,7 @@ def test_what_fails_ends_a_turn_and_loses_nothing(lab: GradingLab) -> None:
         assert turn.diff == checkout.diff()
         with pytest.raises(SteeringRefusedError):
             checkout.finish(grade=grade)
-        with pytest.raises(SnapshotNotFoundError):
+        with pytest.raises(NotFoundError):
             checkout.finish(grade={"owner": GRADER}, reset={"to": "none"})
         assert [each.id for each in lab.client.list_checkouts()] == [checkout.id]
         (gone,) = lab.client.turn([checkout.ending(release=True)]).turns
@@ -469,7 +469,7 @@ def test_a_turn_with_a_long_diff_asks_for_it_apart(lab: GradingLab) -> None:
         write(checkout.path / "long.txt", "x\n" * 600_000)
         give_away(checkout.path)
         (turn,) = lab.client.turn([checkout.ending(diff=True, release=True)]).turns
-        assert isinstance(turn.error, DiffTooLargeError)
+        assert isinstance(turn.error, TooLargeError)
         finished = checkout.finish(grade={"owner": GRADER})
         assert finished.grade is not None
         with finished.grade as grade:

@@ -12,9 +12,9 @@ import anyio.to_thread
 import pytest
 
 from mirrord.errors import (
+    ConflictError,
     MirrorNotFoundError,
-    OperationFinishedError,
-    OperationNotFoundError,
+    NotFoundError,
     StoppingError,
     TooManyRequestsError,
 )
@@ -107,7 +107,7 @@ async def test_cancelling_ends_the_work_and_is_told_apart_from_failing() -> None
     assert cancelled.state == "cancelled"
     assert cancelled.error is not None
     assert cancelled.error.code == "cancelled"
-    with pytest.raises(OperationFinishedError):
+    with pytest.raises(ConflictError):
         await operations.cancel(started.id)
 
 
@@ -118,9 +118,9 @@ async def test_others_operations_do_not_exist_for_a_user() -> None:
     other = operations.start("sync", "b", succeed, owner_uid=8)
     assert [operation.id for operation in operations.list(owner_uid=7)] == [mine.id]
     assert [operation.id for operation in operations.list()] == [other.id, mine.id]
-    with pytest.raises(OperationNotFoundError):
+    with pytest.raises(NotFoundError):
         operations.get(other.id, owner_uid=7)
-    with pytest.raises(OperationNotFoundError):
+    with pytest.raises(NotFoundError):
         await operations.cancel(other.id, owner_uid=7)
 
 

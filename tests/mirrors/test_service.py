@@ -20,9 +20,8 @@ from mirrord.audit.refs import read_ref_files
 from mirrord.errors import (
     CatalogUnavailableError,
     CommitNotFoundError,
+    ConflictError,
     InvalidUrlError,
-    MirrorExistsError,
-    MirrorInUseError,
     MirrorNotFoundError,
     UpstreamAuthError,
     UpstreamError,
@@ -98,7 +97,7 @@ def test_a_mirror_is_made_by_one_git_with_all_that_protects_it(
 def test_another_url_for_a_mirror_that_exists_is_refused(house: Builder) -> None:
     async def body(it: House) -> None:
         await it.mirrors.add("owner/name")
-        with pytest.raises(MirrorExistsError):
+        with pytest.raises(ConflictError):
             await it.mirrors.add("Owner/name", "https://example.invalid/x.git")
         with pytest.raises(InvalidUrlError):
             await it.mirrors.add("other/name", "ext::sh -c evil")
@@ -304,7 +303,7 @@ def test_removal_waits_for_nobody_to_need_the_mirror(house: Builder, upstream: U
         await it.mirrors.add("owner/name")
         await it.mirrors.sync(NAME)
         await it.mirrors.pin(NAME, [base], owner="person/7", reason="")
-        with pytest.raises(MirrorInUseError):
+        with pytest.raises(ConflictError):
             await it.mirrors.remove(NAME)
         await it.mirrors.unpin(NAME, [base], owner="person/7")
         await it.mirrors.remove(NAME)

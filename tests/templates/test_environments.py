@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrord.errors import EnvironmentInUseError, EnvironmentNotFoundError
+from mirrord.errors import ConflictError, NotFoundError
 from mirrord.host.trash import Trash
 from mirrord.templates.environments import EnvironmentRecord, EnvironmentStore
 
@@ -46,7 +46,7 @@ async def test_a_key_means_the_environment_built_last_and_a_digest_may_be_cut(
     assert store.get("flask-2.0").name == f"flask-2.0@{NEW[:12]}"
     for unknown in ("flask-2.0@cccc", "flask", "../flask", "flask-2.0@"):
         assert store.find(unknown) is None
-    with pytest.raises(EnvironmentNotFoundError, match="cannot find environment"):
+    with pytest.raises(NotFoundError, match="cannot find environment"):
         store.get("flask")
 
 
@@ -69,7 +69,7 @@ async def test_a_held_environment_is_not_removed(tmp_path: Path) -> None:
     store.hold(OLD)
     store.hold(OLD)
     store.drop(OLD)
-    with pytest.raises(EnvironmentInUseError, match="a checkout or a prepared layer"):
+    with pytest.raises(ConflictError, match="a checkout or a prepared layer"):
         store.remove(OLD)
     store.drop(OLD)
     store.remove(OLD)

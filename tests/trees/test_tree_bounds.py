@@ -116,7 +116,7 @@ def test_a_tree_that_is_too_large_is_refused(house: tuple[Daemon, Bombs], backen
     assert check_out(running, bombs.plain, backend)[0] == 201
     for branch, fact in facts.items():
         status, answer = check_out(running, branch, backend)
-        assert (status, answer["code"]) == (422, "tree-too-large"), answer
+        assert (status, answer["code"]) == (422, "too-large"), answer
         assert fact in answer["detail"]
     status, answer = check_out(running, "allowed", backend)
     assert status == 201, answer
@@ -142,7 +142,7 @@ def test_a_reset_to_a_tree_that_is_too_large_touches_nothing(
         status, _, body = running.request(
             "POST", f"/v1/checkouts/{checkout['id']}/reset", {"commit": branch}
         )
-        assert (status, json.loads(body)["code"]) == (422, "tree-too-large")
+        assert (status, json.loads(body)["code"]) == (422, "too-large")
     assert b"+work" in running.get(f"/v1/checkouts/{checkout['id']}/diff")[2]
     assert running.json("GET", f"/v1/checkouts/{checkout['id']}")["commit"] == bombs.plain
 

@@ -136,7 +136,7 @@ class PoolBackend:
                 proof = await self.workers.run(
                     make_clean, paths, to.base.commit, to.base.tree, timeout=_TIMEOUT
                 )
-            except errors.TreeTooLargeError:
+            except errors.TooLargeError:
                 leases.save(before or to)  # nothing was touched yet
                 raise
             self._keep(to)

@@ -147,7 +147,7 @@ class Leasing:
         if length <= longest or self.access.is_admin(peer.uid):
             return length
         if asked:
-            raise errors.TtlTooLongError(
+            raise errors.InvalidRequestError(
                 f"cannot hold a checkout for {format_duration(length)}:"
                 f" {format_duration(longest)} is the longest",
                 hint="ask for less and renew, or raise access.ttl_max",
@@ -244,7 +244,7 @@ class Leasing:
     ) -> Admitted:
         """Decide owner, backends, time to live and history of a requested checkout.
 
-        Raises AccessError, QuotaExceededError, TtlTooLongError, BackendUnavailableError.
+        Raises AccessError, QuotaExceededError, InvalidRequestError, BackendUnavailableError.
         """
         self.must_be_open()
         history = request.history or self.settings().checkouts.history

@@ -306,7 +306,7 @@ class Resolver:
                 row = await self.datasets.find_instance(found.base.instance, found.base.dataset)
             if (asked := self.environment_of(row) if row else None) is None:
                 fact = f"instance {row.public_id} has no recipe" if row else "it has no instance"
-                raise errors.EnvironmentNotFoundError(
+                raise errors.NotFoundError(
                     f"cannot find the environment of the checkout: {fact}",
                     hint="name one by its key; see `mirrord environment list`",
                 )

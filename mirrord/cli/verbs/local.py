@@ -53,7 +53,7 @@ def _fork(session: Session) -> int:
     with suppress(errors.NoDaemonError):
         session.client.health()
         fact = f"cannot start a daemon: one answers at {session.client.socket}"
-        raise errors.AlreadyRunningError(fact, hint="stop it, or name another socket and state_dir")
+        raise errors.ConflictError(fact, hint="stop it, or name another socket and state_dir")
     path = _log_path(session)
     Layout(path.parent).make_root()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from ... import model, protocol
-from ...errors import CheckoutNotFoundError, DiffTooLargeError, MirrordError
+from ...errors import CheckoutNotFoundError, MirrordError, TooLargeError
 from ..http import seconds_of
 from ..primitives_async import AsyncWorker, Pending, async_to_end
 from .turns import AsyncEnding, AsyncFinished, turn_of
@@ -224,7 +224,7 @@ class AsyncCheckout:
         steps: dict[str, Any] = {"grade": grade, "snapshot": snapshot, "reset": reset}
         steps["release"] = release
         finished = (await self._client.turn([self.ending(diff=diff, **steps)])).turns[0]
-        if diff and isinstance(finished.error, DiffTooLargeError):  # it does not fit an answer
+        if diff and isinstance(finished.error, TooLargeError):  # it does not fit an answer
             form = model.DiffFormat.PATCH if diff is True else diff
             content = await self.diff(format=form)
             finished = (await self._client.turn([self.ending(**steps)])).turns[0]

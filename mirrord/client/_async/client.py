@@ -787,7 +787,7 @@ class AsyncClient:
         while True:
             try:
                 found = await self.get_operation(identity)
-            except errors.OperationNotFoundError as error:
+            except errors.NotFoundError as error:
                 if not known:
                     raise
                 raise errors.CancelledError(

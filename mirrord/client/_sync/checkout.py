@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from ... import model, protocol
-from ...errors import CheckoutNotFoundError, DiffTooLargeError, MirrordError
+from ...errors import CheckoutNotFoundError, MirrordError, TooLargeError
 from ..http import seconds_of
 from ..primitives_sync import Worker
 from .turns import Ending, Finished, turn_of
@@ -223,7 +223,7 @@ class Checkout:
         steps: dict[str, Any] = {"grade": grade, "snapshot": snapshot, "reset": reset}
         steps["release"] = release
         finished = (self._client.turn([self.ending(diff=diff, **steps)])).turns[0]
-        if diff and isinstance(finished.error, DiffTooLargeError):  # it does not fit an answer
+        if diff and isinstance(finished.error, TooLargeError):  # it does not fit an answer
             form = model.DiffFormat.PATCH if diff is True else diff
             content = self.diff(format=form)
             finished = (self._client.turn([self.ending(**steps)])).turns[0]

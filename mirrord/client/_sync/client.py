@@ -780,7 +780,7 @@ class Client:
         while True:
             try:
                 found = self.get_operation(identity)
-            except errors.OperationNotFoundError as error:
+            except errors.NotFoundError as error:
                 if not known:
                     raise
                 raise errors.CancelledError(

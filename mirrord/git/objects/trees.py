@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pygit2
 from pygit2.enums import FileMode, ObjectType
 
-from ...errors import CommitUnservableError, TreeTooLargeError
+from ...errors import CommitUnservableError, TooLargeError
 from ...host.files import free_bytes
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
 from ...quoting import decode_name
@@ -166,7 +166,7 @@ class BaseTree:
 
 
 def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
-    """Raise TreeTooLargeError for a tree over a limit: entries, depth, path length, bytes.
+    """Raise TooLargeError for a tree over a limit: entries, depth, path length, bytes.
 
     Raises CommitUnservableError for a symbolic link with an impossible target.
 
@@ -261,7 +261,7 @@ def _parse(objects: Objects, tree: str | None) -> list[_RawEntry]:
 
 
 def _entries(tree: str, raw: list[_RawEntry], above: bytes) -> list[TreeEntry]:
-    """Check entries of a directory `above`. Raises CommitUnservableError, TreeTooLargeError."""
+    """Check entries of a directory `above`. Raises CommitUnservableError, TooLargeError."""
     entries = []
     if raw and above.count(b"/") >= TREE_DEPTH_LIMIT:
         raise _too_deep(tree)
@@ -285,12 +285,12 @@ def _entries(tree: str, raw: list[_RawEntry], above: bytes) -> list[TreeEntry]:
     return entries
 
 
-def _too_deep(tree: str) -> TreeTooLargeError:
+def _too_deep(tree: str) -> TooLargeError:
     return _too_large(tree, f"it is more than {TREE_DEPTH_LIMIT} directories deep")
 
 
-def _too_large(tree: str, fact: str) -> TreeTooLargeError:
-    return TreeTooLargeError(
+def _too_large(tree: str, fact: str) -> TooLargeError:
+    return TooLargeError(
         f"cannot check out tree {tree}: {fact}",
         hint="leave the commit out; it is larger than mirrord checks out",
         tree=tree,
