@@ -3,6 +3,8 @@
 A `Keeper` keeps the room of a checkout, a `SandboxCall` is a command in it.
 """
 
+from __future__ import annotations
+
 import fcntl
 import os
 import re
@@ -17,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias
 
 from .. import protocol
 from ..errors import (
@@ -28,11 +30,11 @@ from ..errors import (
 from ..model import Backend, Isolation, shown
 from ..places import ACTIVATE, PROGRAMS, TESTBED, read_workdir
 from . import gitremote
-from .archive import Capped
 from .box import Box
 from .room import EndedError, Limits, Pipes, SandboxRoom, read_some
 
 if TYPE_CHECKING:  # its parsers of logs are half of what `mirrord exec` would import
+    from .archive import Capped
     from .verdicts import Reporter
 
 # Without it `git commit`, `stash`, `merge` and `tag -a` fail; it tells nobody's name.
@@ -66,7 +68,7 @@ class Keeper:
         self._room: SandboxRoom | None = None
         self._mounts: object = None
 
-    def run(self, call: "SandboxCall", mount: int | None = None) -> "Executed":
+    def run(self, call: SandboxCall, mount: int | None = None) -> Executed:
         """Run a command; `mount` is that of the checkout's directory, if its path is not shown."""
         try:
             while True:
@@ -293,7 +295,7 @@ class Output:
         return bytes(self._head + (mark if self._left_out else b"") + self._tail)
 
 
-Sink = Output | Capped
+Sink: TypeAlias = "Output | Capped"
 
 
 class SandboxCall:
@@ -308,7 +310,7 @@ class SandboxCall:
         timeout: float | None = None,
         source: BinaryIO | None = None,
         stdout: Sink | None = None,
-        reporter: "Reporter | None" = None,
+        reporter: Reporter | None = None,
     ) -> None:
         words = ["bash", "-c", command] if isinstance(command, str) else command
         self._exports = [

@@ -318,6 +318,8 @@ def test_exec_imports_little_before_it_asks_the_daemon() -> None:
         "hashlib",
         "tomllib",
         "concurrent.futures",
+        "logging",
+        "tarfile",
         "mirrord.testlogs",
         "xml.etree.ElementTree",
     }
