@@ -18,10 +18,12 @@ from swerex.runtime.local import LocalRuntime, Session
 from .. import AsyncSandbox
 from . import open_sandbox
 
+# Without namespaces there is no /run to write to, and TMPDIR is private.
+_ARGUMENTS = 'set -- "${TMPDIR:-/run}/$1" "${@:2}"\n'
 # The shell reads lines from a pipe that never ends, and evaluates the file `command`.
 # A background shell and its children ignore SIGINT unless `env` restores the default.
 _OPEN = """\
-mkdir -p "$1" && cd "$1" && mkfifo lines printed && cd "$2" || exit
+mkdir -p "$1" && cd "$1" && mkfifo lines printed && cd "$MIRRORD_WORKDIR" || exit
 setsid env --default-signal=INT,QUIT bash --norc <>"$1/lines" 1<>"$1/printed" 2>&1 &
 echo $! >"$1/pid"
 """
@@ -42,10 +44,10 @@ class SandboxSession(Session):
 
     def __init__(self, box: AsyncSandbox, request: rex.CreateBashSessionRequest) -> None:
         self._box, self._request = box, request
-        self._directory = f"/run/swe-rex/{secrets.token_hex(8)}"
+        self._directory = f"swe-rex/{secrets.token_hex(8)}"
 
     async def start(self) -> rex.CreateBashSessionResponse:
-        await self._bash(_OPEN, self._box.workdir)
+        await self._bash(_OPEN)
         source = "; ".join(f"source {path}" for path in self._request.startup_source)
         started = await self._evaluate(source, self._request.startup_timeout)
         return rex.CreateBashSessionResponse(output=started[0])
@@ -80,7 +82,7 @@ class SandboxSession(Session):
         self, script: str, *words: str, command: str = "", timeout: float | None = None
     ) -> tuple[str, bool]:
         """Run a script on the directory; returns its output, and whether it timed out."""
-        argv = ["bash", "-c", script, "bash", self._directory, *words]
+        argv = ["bash", "-c", f"{_ARGUMENTS}{script}", "bash", self._directory, *words]
         done = await self._box.exec(argv, input=command.encode(), timeout=timeout)
         return _text(done.stdout), done.struck == "time"
 

@@ -58,7 +58,8 @@ class MirrordRuntime(Runtime):
 
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
         if max_bytes is not None:
-            return await super()._read(path, max_bytes)  # type: ignore[no-any-return]
+            found = await self.sandbox.at(path)
+            return await super()._read(found, max_bytes)  # type: ignore[no-any-return]
         try:
             return await self.sandbox.read(path)
         except MirrordError as error:

@@ -77,6 +77,7 @@ class HarnessLab:
             "MSWEA_SILENT_STARTUP": "1",
             "HF_HUB_OFFLINE": "1",
             "INSTANCE": json.dumps(self.row),
+            "TREE": "/testbed",
         }
         command = [str(environment(within)), "-P", *arguments]
         done = subprocess.run(

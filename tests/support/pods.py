@@ -68,13 +68,13 @@ class Pod:
 
 
 @contextmanager
-def pod(root: Path, *, has_landlock: bool = True) -> Iterator[Pod]:
-    """Start one; without Landlock its filter refuses that too, as older engines do."""
+def pod(root: Path, *more: Path, has_landlock: bool = True) -> Iterator[Pod]:
+    """Start one that sees `more` directories of the host; without Landlock its filter refuses that too, as older engines do."""
     profile = json.loads(_PROFILE.read_text())
     if not has_landlock:
         profile["syscalls"][0]["names"] += [f"landlock_{name}" for name in _LANDLOCK]
     (root / "seccomp.json").write_text(json.dumps(profile))
-    shown = {root, Path(anyone.__file__).parents[2], *map(Path, _paths_of_python())}
+    shown = {root, Path(anyone.__file__).parents[2], *map(Path, _paths_of_python()), *more}
     volumes = [f"--volume={path}:{path}{'' if path == root else ':ro'}" for path in sorted(shown)]
     capabilities = [f"--cap-add={name}" for name in _CAPABILITIES.split()]
     with podman(root / "no-plugin") as engine:

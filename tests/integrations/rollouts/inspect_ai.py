@@ -85,7 +85,7 @@ def script(messages: Any, *_: Any) -> ModelOutput:
 
 
 def main() -> dict[str, Any]:
-    if failed := asyncio.run(conform()):
+    if "TREE" in os.environ and (failed := asyncio.run(conform())):
         sys.exit("\n".join(failed))
     samples = [
         Sample(id="gold", input=ROW["patch"], target="", metadata=METADATA),

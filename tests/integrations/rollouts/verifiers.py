@@ -36,7 +36,7 @@ class Shapes(Task[TaskData]):
     @reward
     async def solved(self, trace: Trace, runtime: Runtime) -> float:
         await runtime.write("/tmp/test.patch", ROW["test_patch"].encode())
-        await runtime.run(["git", "apply", "/tmp/test.patch"], {})
+        await runtime.run(["sh", "-c", "git apply ${TMPDIR:-/tmp}/test.patch"], {})
         return float((await runtime.run(["python", "-B", "tests/run.py"], {})).exit_code == 0)
 
 
@@ -67,7 +67,7 @@ async def roll_out(prompt: str) -> Trace:
 async def main() -> dict[str, Any]:
     fix = "sed -i 's,base \\* height,base * height / 2,' shapes/area.py"
     solved, idle = await asyncio.gather(roll_out(fix), roll_out("[ $A$B = 1 ]; true"))
-    return {"patch": solved.info["patch"], "rewards": [solved.reward, idle.reward]}
+    return {"patch": solved.info.get("patch"), "rewards": [solved.reward, idle.reward]}
 
 
 print(json.dumps(asyncio.run(main())))
