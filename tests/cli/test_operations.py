@@ -49,6 +49,13 @@ class Site(NamedTuple):
         done = typed("--socket", self.running.socket, *words)
         return done.returncode, done.stdout, done.stderr
 
+    @property
+    def polls(self) -> int:
+        """How often the state of an operation was answered."""
+        answered = r'requests_total\{endpoint="get_operation",status="200"\} (\d+)'
+        found = re.search(answered, self.running.get("/metrics")[2].decode())
+        return int(found[1]) if found else 0
+
     def start_stuck(self, name: str) -> str:
         """The id of an operation that waits for the silent upstream."""
         status, out, err = self.run(
@@ -87,9 +94,9 @@ def test_what_ran_is_listed_shown_and_waited_for(site: Site) -> None:
 
 def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
     """By its id: to wait for it, or to end it; and status says that it runs."""
+    before = site.polls
     process = site.start("mirror", "add", "c/stuck", "--url", site.silent_url)
-    until(lambda: "c__stuck" in site.run("operation", "list", "--running")[1])
-    time.sleep(0.5)
+    until(lambda: site.polls > before)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
@@ -113,7 +120,8 @@ def test_ctrl_c_names_every_operation_that_continues(site: Site) -> None:
     process = site.start("mirror", "sync", "a/b", "c/stuck")
     until(lambda: "c__stuck" in site.run("operation", "list", "--running")[1])
     until(lambda: "a__b" not in site.run("operation", "list", "--running")[1])
-    time.sleep(1)
+    before = site.polls  # then one may come that is still of the first operation, and its last
+    until(lambda: site.polls > before + 2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     (identity,) = re.findall(r"operation (\w+) is still running", err)

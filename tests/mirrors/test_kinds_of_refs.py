@@ -85,7 +85,8 @@ def replaced(upstream: Upstream) -> None:
 
 def many(upstream: Upstream) -> None:
     tip = upstream.git("rev-parse", "main")
-    lines = sorted(f"{tip} refs/tags/t{number}\n" for number in range(100_000))
+    # more than SQLite binds in a statement, and than a command's arguments can name
+    lines = sorted(f"{tip} refs/tags/{'t' * 60}{number}\n" for number in range(33_000))
     header = "# pack-refs with: sorted \n"
     (upstream.path / ".git/packed-refs").write_text("".join([header, *lines]))
 

@@ -29,6 +29,7 @@ from typing import Any
 _MODULE = "mirrord.daemon"
 _FORK_SERVER = "mirrord.workers.forkserver"
 _LOADED = (
+    "anyio._backends._asyncio",  # with the first event loop else
     f"{_MODULE}.main",
     "mirrord.changes.survey",
     "mirrord.grading.prepare",

@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
     pytest.mark.timeout(240),
     pytest.mark.root,
+    pytest.mark.slow,
 ]
 
 UNITS = Path(__file__).parents[2] / "systemd"
