@@ -22,6 +22,7 @@ from ..host.peers import Peer, Role
 from ..jobs.operations import answering
 from ..telemetry import bind_request, new_request_id, usable_request_id
 from ..workers.turns import Askers
+from .connections import Connections
 from .request import (
     JSON_LIMIT_BYTES,
     Body,
@@ -32,7 +33,6 @@ from .request import (
     problem_response,
     read_body,
 )
-from .server import Connections
 from .table import ENDPOINTS, Endpoint
 
 _BODIES = {each.json_body: TypeAdapter(each.json_body) for each in ENDPOINTS if each.json_body}

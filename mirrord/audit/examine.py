@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ..catalog import MirrorRow, RecordedRow
 from ..config.values import is_accepted
-from ..git.command import BatchObject
+from ..git.batch import BatchObject
 from ..git.packs import packs_in
 from ..host.processes import lower_priority
 from ..mirrors.pins import is_pin

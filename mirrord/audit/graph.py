@@ -6,7 +6,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.command import BatchObject, lines_of
+from ..git.batch import BatchObject
+from ..git.command import lines_of
 from .reading import read_objects, run_git
 
 _PARENT = re.compile(rb"^parent ([0-9a-f]{40})$", re.MULTILINE)

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..git.command import BatchObject, GitResult, read_objects_sync, run_git_sync
+from ..git.batch import BatchObject, read_objects_sync
+from ..git.command import GitResult, run_git_sync
 from ..git.configuration import UNTRUSTING
 from .defects import TIMEOUT
 

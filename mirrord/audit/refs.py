@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.command import BatchObject
+from ..git.batch import BatchObject
 from ..host.files import read_plain
 from ..mirrors.history import NOTHING_RECORDED, RecordedRefs, blobs_of, parse_lines, parse_record
 from ..mirrors.pins import is_pin

@@ -25,7 +25,7 @@ from ..model import Backend, Target
 from ..protocol import Proof
 
 if TYPE_CHECKING:  # workers load this module, and need neither leases nor settings
-    from ..host.mounts import Visible
+    from ..host.mount_tables import Visible
     from .lease import Directories, Lease
     from .leases import Leases
 

@@ -25,8 +25,8 @@ from ..changes.copying import CopyRule, Taken
 from ..changes.survey import OverlayPaths, copy_overlay, overlay_changes
 from ..errors import full_disk_named, host_error
 from ..host.files import open_child, open_directory, open_regular, opened
+from ..host.mount_tables import Visible, read_overlays
 from ..host.mounting import Mounter, choose_mounter, probe_overlay
-from ..host.mounts import Visible, read_overlays
 from ..host.namespaces import home
 from ..host.overlays import ENVIRONMENT, TREE, OverlayOrder
 from ..host.processes import Owner

@@ -18,7 +18,7 @@ from ..errors import (
     InvalidRequestError,
     MirrorNotFoundError,
 )
-from ..host.mounts import Visible
+from ..host.mount_tables import Visible
 from ..host.peers import Peer, Process
 from ..host.trash import Trash
 from ..mirrors.service import Mirrors

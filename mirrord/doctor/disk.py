@@ -18,7 +18,14 @@ from typing import NamedTuple
 from ..config import Settings
 from ..errors import MirrordError
 from ..host.files import opened
-from ..host.mounts import attach, find_mount, make_overlay, may_mount, replace, umount
+from ..host.mount_tables import find_mount
+from ..host.mounts import (
+    attach,
+    make_overlay,
+    may_mount,
+    replace,
+    umount,
+)
 from ..host.room import measure
 from .checks import Result, existing, judge
 

@@ -18,8 +18,9 @@ from ..config import Settings
 from ..environments.builder import build_owner, find_uv
 from ..errors import MirrordError
 from ..git.command import run_git_sync
+from ..host.mount_tables import shares_mounts
 from ..host.mounting import LocalMounter, choose_mounter, probe_overlay
-from ..host.mounts import may_mount, shares_mounts
+from ..host.mounts import may_mount
 from ..host.processes import search_path
 from ..model import Backend
 from ..workers.pool import Workers

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ..client.primitives_sync import whole_file
 from ..errors import AccessError, ConflictError, ResourceError
-from ..host.mounts import mounts_below, umount
+from ..host.mount_tables import mounts_below
+from ..host.mounts import umount
 from .checks import HostStep, run
 from .units import NAMES, PLACES, RUNNING
 

@@ -19,7 +19,8 @@ from typing import Literal, NamedTuple
 from ..config import Settings
 from ..errors import MirrordError
 from ..host.files import opened
-from ..host.mounts import mounts_below, umount
+from ..host.mount_tables import mounts_below
+from ..host.mounts import umount
 from ..host.trash import find_trash, remove_tree
 from ..places import Layout
 from ..sandbox.box import sweep_scratch

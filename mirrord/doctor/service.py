@@ -13,7 +13,7 @@ from pathlib import Path
 from ..checkouts.leases import find_unreadable
 from ..config import Settings
 from ..host.files import opened
-from ..host.mounts import find_left_behind
+from ..host.mount_tables import find_left_behind
 from ..host.processes import search_path
 from ..places import DOCKER_SOCKET, Layout
 from ..sandbox.box import find_ip, find_obstacle

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from .. import __version__, errors
 from ..config import Settings
-from ..host.mounts import find_mount, mounts_below
+from ..host.mount_tables import find_mount, mounts_below
 from ..places import Layout
 from ..telemetry import masked
 from .checks import run

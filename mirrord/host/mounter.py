@@ -30,7 +30,7 @@ from typing import Any, cast
 from .. import errors
 from ..jsontext import loads
 from ..model import Target
-from . import mounts
+from . import mount_tables, mounts
 from .files import open_directory, open_regular, opened
 from .followers import Followers
 from .overlays import (
@@ -128,13 +128,13 @@ class GuardedMounter:
             for target in TARGETS:
                 mounts.umount(f"{mounts.descriptor_path(above)}/{target}")
 
-    def visible_to(self, pid: int, pids: int) -> mounts.Visible:
+    def visible_to(self, pid: int, pids: int) -> mount_tables.Visible:
         """Return what a process sees of the checkouts; `pids` is the pid namespace of its number,
         as an inode.
         """
         if os.stat("/proc/self/ns/pid").st_ino != pids:
-            return mounts.Visible.UNKNOWN
-        return mounts.visible_to(pid, self._checkouts)
+            return mount_tables.Visible.UNKNOWN
+        return mount_tables.visible_to(pid, self._checkouts)
 
     def close_sent(self, descriptors: Sequence[int]) -> None:
         """Close descriptors that were sent, except those that `show` needs."""

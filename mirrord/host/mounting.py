@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import BackendUnavailableError, MirrordError, ResourceError, from_problem
 from ..jsontext import loads
 from ..model import new_checkout_id
-from . import mounts
+from . import mount_tables, mounts
 from .files import opened
 from .followers import Followers
 from .overlays import (
@@ -101,9 +101,9 @@ class LocalMounter:
         for target in TARGETS:
             mounts.umount(f"{self._state}/checkouts/{checkout}/{target}")
 
-    def visible_to(self, pid: int) -> mounts.Visible:
+    def visible_to(self, pid: int) -> mount_tables.Visible:
         """Return what a process sees of the checkouts."""
-        return mounts.visible_to(pid, Path(self._state, "checkouts"))
+        return mount_tables.visible_to(pid, Path(self._state, "checkouts"))
 
     def close(self, *, unbind: bool) -> None:
         """Close the clones. `unbind` undoes `open`, unless the directories are in use."""
@@ -148,14 +148,14 @@ class RemoteMounter:
     def umount(self, checkout: str) -> None:
         self._ask("umount", checkout=checkout)
 
-    def visible_to(self, pid: int) -> mounts.Visible:
+    def visible_to(self, pid: int) -> mount_tables.Visible:
         """Ask the service: our own /proc may hide the process (ProtectProc=)."""
         pids = os.stat("/proc/self/ns/pid").st_ino
         try:
             answer, _ = self._request("visible", pid=pid, pids=pids)
-            return mounts.Visible(answer["visible"])
+            return mount_tables.Visible(answer["visible"])
         except (MirrordError, OSError, KeyError, ValueError):  # an older service, or none
-            return mounts.Visible.UNKNOWN
+            return mount_tables.Visible.UNKNOWN
 
     def close(self, *, unbind: bool) -> None:
         with self._lock:
@@ -233,7 +233,7 @@ def choose_mounter(state_dir: Path, service: Path) -> Mounter:
 
     Raises BackendUnavailableError if neither can mount.
     """
-    may_mount, is_shared = mounts.may_mount(), mounts.shares_mounts(1)
+    may_mount, is_shared = mounts.may_mount(), mount_tables.shares_mounts(1)
     if may_mount and is_shared:
         return LocalMounter(state_dir)
     if service.exists():

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from anyio import to_thread
 
 from ..errors import CorruptObjectError, GitFailedError, InvalidRequestError, NotFoundError
-from ..git.command import BatchObject, object_info
+from ..git.batch import BatchObject, object_info
 from ..model import shown
 from ..protocol import RefChange, RefRecord
 from ..quoting import decode_name, encode_name

@@ -14,7 +14,7 @@ import anyio
 
 from ..catalog import Catalog, PinRow
 from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
-from ..git.command import object_info
+from ..git.batch import object_info
 from ..model import CommitId, shown, utc_now
 from ..telemetry import log
 from .refs import Moves, commit, recover

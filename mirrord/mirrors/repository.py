@@ -15,7 +15,8 @@ from typing import Any
 from anyio import to_thread
 
 from ..errors import DamagedMirrorError
-from ..git.command import Git, GitResult, lines_of, object_info
+from ..git.batch import object_info
+from ..git.command import Git, GitResult, lines_of
 from ..host.files import opened, read_plain, sync_file, sync_tree
 from ..model import MirrorName
 from ..quoting import decode_name, encode_name, legible

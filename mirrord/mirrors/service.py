@@ -16,7 +16,7 @@ from anyio import to_thread
 
 from .. import errors, protocol
 from ..catalog import MirrorRow
-from ..git.command import object_info
+from ..git.batch import object_info
 from ..git.configuration import Remote
 from ..git.objects.repository import resolve
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now

@@ -13,7 +13,8 @@ from datetime import timedelta
 
 from .. import errors
 from ..errors import MirrordError, TransferBrokenError, UpstreamLossError
-from ..git.command import lines_of, object_info
+from ..git.batch import object_info
+from ..git.command import lines_of
 from ..model import MirrorName, utc_now
 from ..protocol import RefChange, RefFault, Synced
 from . import refs

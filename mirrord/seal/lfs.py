@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..git.command import read_objects_sync, run_git_sync
+from ..git.batch import read_objects_sync
+from ..git.command import run_git_sync
 from ..git.lfs import OBJECTS, POINTER_BYTES, parse_pointer
 from ..host.files import open_plain
 from ..model import shown

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.command import read_objects_sync
+from ..git.batch import read_objects_sync
 from ..model import CommitId, parse_commit, shown
 from ..protocol import SealLeak, SealReport
 from ..quoting import encode_name

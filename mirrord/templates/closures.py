@@ -19,7 +19,8 @@ import anyio.to_thread
 from cachetools import LRUCache
 
 from .. import errors
-from ..git.command import Git, lines_of, object_info
+from ..git.batch import object_info
+from ..git.command import Git, lines_of
 from ..git.objects.repository import pack_increment, resolve
 from ..git.packs import has_both_ends
 from ..host.files import read_plain

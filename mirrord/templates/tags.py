@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import anyio.to_thread
 
-from ..git.command import Git, object_info
+from ..git.batch import object_info
+from ..git.command import Git
 from ..git.packs import PackIndex
 
 # tags in memory; beyond it all are read again

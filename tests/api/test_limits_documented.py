@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mirrord.api import connections, server
 from mirrord.api import request as bodies
-from mirrord.api import server
 from mirrord.config.settings import CheckoutSettings
 from mirrord.datasets import elements, fields, readers
 from mirrord.git.objects import trees as bounds
@@ -25,14 +25,14 @@ BOUNDS = [
     ("a column mapping", [f"{fields.MAPPING_LIMIT_BYTES // 1024} KiB"]),
     (
         "connections of members",
-        [f"{server.CONNECTIONS_OF[Role.MEMBER]:,}", f"{server.MAX_CONNECTIONS:,}"],
+        [f"{connections.CONNECTIONS_OF[Role.MEMBER]:,}", f"{connections.MAX_CONNECTIONS:,}"],
     ),
-    ("connections of members", [f"{server.RESERVED_CONNECTIONS} of them"]),
+    ("connections of members", [f"{connections.RESERVED_CONNECTIONS} of them"]),
     (
         "connections of checkout owners",
-        [f"{server.CONNECTIONS_OF[Role.OWNER]}; {server.CONNECTIONS_OF[Role.STRANGER]}"],
+        [f"{connections.CONNECTIONS_OF[Role.OWNER]}; {connections.CONNECTIONS_OF[Role.STRANGER]}"],
     ),
-    ("connections of checkout owners", [f"strangers: {server.ALL_STRANGERS_CONNECTIONS}"]),
+    ("connections of checkout owners", [f"strangers: {connections.ALL_STRANGERS_CONNECTIONS}"]),
     ("requests, unanswered", [f"{gate.WORKING} of them", f"{gate.WAITING:,} waiting"]),
     ("time of a diff", [f"{CHECKOUTS.diff_timeout.total_seconds() / 60:g} minute"]),
     (

@@ -47,6 +47,7 @@ GIT_USERS = (
     "audit.damage",
     "audit.object_files",
     "audit.reading",
+    "git.batch",
     "git.command",
 )
 ALL_LEVELS = list(AuditLevel)

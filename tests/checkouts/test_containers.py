@@ -22,7 +22,7 @@ from waiting import until
 from mirrord.config import Settings
 from mirrord.doctor.service import binds
 from mirrord.errors import BackendUnavailableError
-from mirrord.host.mounts import find_left_behind
+from mirrord.host.mount_tables import find_left_behind
 from mirrord.host.peers import Peer
 from mirrord.model import Backend
 from mirrord.protocol import Checkout, StartCheckout

@@ -15,8 +15,9 @@ from mirrord.config import CheckoutSettings, DockerSettings, EnvironmentSettings
 from mirrord.daemon.main import state_lock
 from mirrord.doctor import Check, examine, host
 from mirrord.errors import BackendUnavailableError
+from mirrord.host.mount_tables import read_overlays
 from mirrord.host.mounting import LocalMounter
-from mirrord.host.mounts import may_mount, read_overlays
+from mirrord.host.mounts import may_mount
 from mirrord.model import Backend
 
 

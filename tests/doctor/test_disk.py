@@ -11,7 +11,8 @@ from faults.disks import run, unmount
 
 from mirrord.config import AccessSettings, CheckoutSettings, Settings
 from mirrord.doctor import disk
-from mirrord.host.mounts import find_mount, may_mount, mounts_below
+from mirrord.host.mount_tables import find_mount, mounts_below
+from mirrord.host.mounts import may_mount
 
 Mounted = Callable[..., Settings]
 

@@ -16,7 +16,7 @@ from mirrord.cli.main import run
 from mirrord.config import Settings
 from mirrord.daemon.main import state_lock
 from mirrord.doctor.repairs import config_file, repair
-from mirrord.host.mounts import mounts_below
+from mirrord.host.mount_tables import mounts_below
 from mirrord.places import Layout
 
 

@@ -10,7 +10,8 @@ import pytest
 from gitrepos import Upstream
 
 from mirrord.errors import CorruptObjectError, GitFailedError
-from mirrord.git.command import BatchObject, Git, object_info, read_objects_sync
+from mirrord.git.batch import BatchObject, object_info, read_objects_sync
+from mirrord.git.command import Git
 
 ABSENT = "12" * 20
 DOING = "read objects"

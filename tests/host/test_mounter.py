@@ -325,7 +325,7 @@ _LOOK = """
 import sys
 from pathlib import Path
 from mirrord.host.mounting import RemoteMounter
-from mirrord.host.mounts import shares_mounts, visible_to
+from mirrord.host.mount_tables import shares_mounts, visible_to
 state, mounter = Path(sys.argv[1]), RemoteMounter(Path(sys.argv[2]))
 for pid in map(int, sys.argv[3:]):
     seen = visible_to(pid, state / "checkouts"), mounter.visible_to(pid)

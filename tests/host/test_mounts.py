@@ -14,7 +14,7 @@ import pytest
 from mounted_templates import GIT, KERNELS, TREE, Lab, mounted_below, mounted_templates
 
 from mirrord.errors import BackendUnavailableError, CheckoutBusyError
-from mirrord.host import mounts
+from mirrord.host import mount_tables, mounts
 from mirrord.host.files import opened
 from mirrord.host.mounting import LocalMounter
 from mirrord.host.overlays import MappedTemplates, OverlayOrder
@@ -120,9 +120,9 @@ def test_a_path_may_have_any_character(lab: Lab, name: str) -> None:
     with overlay_of(Path(lower), lab.state / name) as mount:
         mounts.attach(mount, tree)
     assert (Path(tree) / "file").exists()
-    assert tree in mounts.read_overlays()
+    assert tree in mount_tables.read_overlays()
     mounts.umount(tree)
-    assert tree not in mounts.read_overlays()
+    assert tree not in mount_tables.read_overlays()
 
 
 def test_the_table_of_mounts_shows_only_the_checkout(lab: Lab, mounter: LocalMounter) -> None:

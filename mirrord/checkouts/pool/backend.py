@@ -25,7 +25,7 @@ from ... import errors
 from ...changes.copying import CopyRule, Taken
 from ...changes.survey import PoolTree, copy_pool, pool_changes
 from ...host.files import mounted_on
-from ...host.mounts import Visible, mounts_below, visible_to
+from ...host.mount_tables import Visible, mounts_below, visible_to
 from ...host.overlays import ENVIRONMENT
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, History, LayerId, MirrorName, Target

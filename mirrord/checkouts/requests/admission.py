@@ -19,7 +19,7 @@ import anyio.to_thread
 
 from ... import errors, protocol
 from ...config import Settings
-from ...host.mounts import Visible, shares_mounts
+from ...host.mount_tables import Visible, shares_mounts
 from ...host.namespaces import home
 from ...host.peers import Access, Owners, Peer, Process, Role
 from ...host.processes import Owner, is_mapped, may_give_files_away

@@ -18,7 +18,8 @@ from anyio import to_thread
 
 from ... import errors
 from ...errors import MirrordError, full_disk_named
-from ...git.command import GitResult, lines_of, object_info
+from ...git.batch import object_info
+from ...git.command import GitResult, lines_of
 from ...git.configuration import Remote
 from ...git.listing import RefList, list_refs
 from ...host.processes import memory_limit_bytes
