@@ -110,7 +110,7 @@ class Leaks:
     def _find(self, digest: str, mirror: MirrorName, commit: CommitId) -> dict[str, Any] | None:
         path = self._directory(digest) / f"{mirror.key}@{commit}.json"
         if path not in self._cache and (read := self._read(path)) is not None:
-            self._cache[path] = {**read, "inside": None}
+            self._cache[path] = _short(read)
         return self._cache.get(path)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
@@ -164,7 +164,7 @@ class Leaks:
         )
         facts = _facts_of(scan, mark, cover)
         await anyio.to_thread.run_sync(_write, path, facts)
-        self._cache[path] = {**facts, "inside": None}
+        self._cache[path] = _short(facts)
         if scan.leaks:
             named = {"key": environment.key, "digest": digest, "count": len(scan.leaks)}
             self.mirrors.events.publish(
@@ -183,6 +183,11 @@ class Leaks:
 
         if not layer.listed.exists():
             await self._listings.join(str(layer.listed), run)
+
+
+def _short(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides about a checkout, to be kept in memory."""
+    return {name: facts[name] for name in ("mark", "count", "cover")}
 
 
 def _facts_of(scan: LayerScan, mark: int, cover: str | None) -> dict[str, Any]:
