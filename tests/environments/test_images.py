@@ -144,7 +144,8 @@ def test_what_came_after_the_commit_is_reported_hidden_or_refused(
 ) -> None:
     secret = "the answer, which is long enough to be more than a coincidence\n" * 2
     later = bench.upstream.commit({"README": secret})
-    members: list[images.Member] = [("opt/x", secret.encode(), {}), ("opt/y", b"own", {})]
+    other = secret.upper()
+    members: list[images.Member] = [("opt/x", secret.encode(), {}), ("opt/y", other.encode(), {})]
     clone = bench.root / "srv/a/b/copy"
     subprocess.run(["git", "clone", "-q", bench.upstream.path, clone], check=True)
     try:
@@ -179,11 +180,15 @@ def test_what_came_after_the_commit_is_reported_hidden_or_refused(
                 assert (b"x\n" in said.stdout, b"README" in said.stdout) == (False, False)
                 assert (b"y\n" in said.stdout, said.exit_code) == (True, 128)
                 sandbox.exec("touch /opt/x")
+            newest = bench.upstream.commit({"README": other})
+            bench.client.wait(bench.client.sync_mirror("o/r"))
+            checkout.reset()
+            assert b"y\n" not in sandbox.exec(look).stdout  # the mirror knows it by now
         policy("refuse")
-        with pytest.raises(EnvironmentLeaksError, match="4 of its files"):
+        with pytest.raises(EnvironmentLeaksError, match="5 of its files"):
             checkout.reset()
     with (
-        bench.client.checkout(f"o/r@{later}", environment="leaky", owner=AGENT) as whole,
+        bench.client.checkout(f"o/r@{newest}", environment="leaky", owner=AGENT) as whole,
         Sandbox(whole) as sandbox,
     ):
         assert sandbox.exec(look).exit_code == 0  # nothing came after that
