@@ -27,7 +27,15 @@ from .fields import (
     find_value,
 )
 from .guessing import guess_mapping
-from .unwrapping import INSTANCE_DICT, Note, unwrap_nemo, unwrap_pro, unwrap_r2e
+from .unwrapping import (
+    INSTANCE_DICT,
+    Note,
+    find_inner,
+    unwrap_inner,
+    unwrap_nemo,
+    unwrap_pro,
+    unwrap_r2e,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +186,11 @@ FORMATS = (
         unwrap=unwrap_nemo, is_wrapped=True,
     ),
     DatasetFormat(
+        "nested", "rows of trainers (SkyRL, verl)",
+        "a column with instance_id, repo and base_commit in it, and no base_commit beside it",
+        lambda row: find_inner(row) is not None, unwrap=unwrap_inner, is_wrapped=True,
+    ),
+    DatasetFormat(
         "multi-swe-bench", "Multi-SWE-bench, Multi-SWE-RL", "org, repo and base",
         _has("org", "repo", "base"),
         STANDARD.replace(
@@ -267,7 +280,15 @@ FORMATS = (
 )  # fmt: skip
 
 _UNWRAPPED = {"before_repo_set_cmd", "parsed_commit_content", "commit_hash", "repo_name"}
-_UNWRAPPED |= {"responses_create_params", "task_folder", "commits", *OWNERS, *URLS}
+_UNWRAPPED |= {
+    "responses_create_params",
+    "instance",
+    "extra_info",
+    "task_folder",
+    "commits",
+    *OWNERS,
+    *URLS,
+}
 
 COLUMNS = frozenset(_UNWRAPPED.union(*(each.columns.names() for each in FORMATS)))
 """All columns that a format reads or is detected by; other columns of Parquet are not read."""

@@ -19,13 +19,16 @@ _NAMES = {
     "base_commit": "base_commit base_sha base_commit_sha base_commit_hash base_commit_id base_rev"
     " base base_ref parent_commit parent_sha parent parent_hash before_commit commit_before before"
     " start_commit initial_commit old_commit old_commit_hash buggy_commit bug_commit"
+    " buggy_commit_id revision_buggy revision_id_buggy previous_commit_hash previous_commit_id"
     " prev_commit previous_commit pre_commit source_commit vulnerable_commit"
     " commit_id commit commit_sha commit_hash sha hash revision",
     "gold_commits": "gold_commit gold_commits pr_commit merge_commit merge_commit_sha fix_commit"
     " fixed_commit opt_commit reference_commit solution_commit target_commit after_commit"
+    " fixed_commit_id revision_fixed revision_id_fixed"
     " commit_after after new_commit head_commit head_sha commit_urls patch_commit",
     "patch": "patch gold_patch golden_patch gt_patch gt_diff fix_patch fix reference_patch"
-    " solution_patch solution ground_truth_patch code_patch oracle_patch diff",
+    " solution_patch solution ground_truth_patch code_patch oracle_patch feature_patch bug_patch"
+    " diff",
     "test_patch": "test_patch tests_patch f2p_patch test_diff gold_test_patch golden_test_patch",
     "fail_to_pass": "fail_to_pass fail2pass f2p f2p_tests fixed_tests failing_tests fail_tests",
     "pass_to_pass": "pass_to_pass pass2pass p2p p2p_tests passing_tests",

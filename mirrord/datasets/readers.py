@@ -151,8 +151,10 @@ def _is_lines(start: bytes) -> bool:
     first, newline, rest = start.partition(b"\n")
     value = _decoded(first)[0]
     if value is not None:
-        members = [v[0] if isinstance(v, list) and v else v for v in value.values()]
-        has_rows = any(isinstance(m, dict) and _is_row(m) for m in members)
+        firsts = [v[0] for v in value.values() if isinstance(v, list) and v]
+        has_rows = any(isinstance(first, dict) and _is_row(first) for first in firsts)
+        # by id all members are rows; a row of a trainer has one beside other columns
+        has_rows |= all(isinstance(v, dict) and _is_row(v) for v in value.values())
         return bool(rest.strip()) or bool(_ROW_KEYS & value.keys()) or not has_rows
     if not newline:  # a long or truncated row: documents have a line break after their bracket
         return _first_member(first) not in {b"{", b"["}

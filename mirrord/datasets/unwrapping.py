@@ -153,3 +153,26 @@ def unwrap_nemo(row: RawFields, note: Note) -> RawFields:
         raise RowError(f"{INSTANCE_DICT} is not a JSON object")
     metadata = find_value(row, "responses_create_params.metadata")
     return {**(metadata if isinstance(metadata, Mapping) else {}), **inner}
+
+
+_SHAPE = ("instance_id", "repo", "base_commit")
+
+
+def find_inner(row: RawFields) -> RawFields | None:
+    """Return the row that a column holds, or a member of one, maybe as JSON: rows of trainers."""
+    if row.get("base_commit"):
+        return None
+    members = [value for value in row.values() if isinstance(value, Mapping)]
+    texts = (value for value in row.values() if isinstance(value, str) and value[:1] == "{")
+    members += [value for value in map(parse_json, texts) if isinstance(value, Mapping)]
+    inner = (value for each in members for value in each.values() if isinstance(value, Mapping))
+    return next((each for each in (*members, *inner) if all(map(each.get, _SHAPE))), None)
+
+
+def unwrap_inner(row: RawFields, note: Note) -> RawFields:
+    """Read the row in a column; plain columns beside it are added to it."""
+    inner = find_inner(row)
+    if inner is None:
+        raise RowError("no column has a row with instance_id, repo and base_commit")
+    plain = {name: value for name, value in row.items() if not isinstance(value, (Mapping, list))}
+    return {**plain, **inner}

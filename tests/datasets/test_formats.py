@@ -106,6 +106,11 @@ DETECTED: dict[str, list[dict[str, Any]]] = {
     "scale-swe": [SCALE, {**SCALE, "parent_commit": None, "base_commit": BASE}],
     "commit0": [COMMIT0],
     "nemo-gym": [NEMO],
+    "nested": [
+        {"prompt": [], "instance": row(), "ability": "x"},
+        {"prompt": [{"role": "user"}], "instance_id": "x", "instance": json.dumps(row())},
+        {"data_source": "x", "extra_info": {"index": 1, "instance": row()}},
+    ],
     "swe-bench-tasks": [row(task_folder="swe-bench-tasks")],
     "harbor": [row(task_folder="harbor")],
     "mirrord": [row(direction="forward", commits=[{"commit": BASE, "role": "base"}])],
@@ -329,6 +334,10 @@ UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
             "patch": "solution",
             "fail_to_pass": "F2P",
         },
+    ),
+    "a bug and its fix": (
+        {"bug_id": "b-1", "repo": "psf/requests", "commit_hash": GOLD, "revision_buggy": BASE},
+        {"instance_id": "bug_id", "base_commit": "revision_buggy"},
     ),
     "a URL and a number": (
         {"repo_url": "https://github.com/psf/requests", "pr_number": 7, "Parent-Commit": BASE},
