@@ -174,7 +174,11 @@ def modules_of(row: protocol.Instance) -> list[str]:
 
 
 def command_of(recipe: protocol.Recipe, row: protocol.Instance) -> str:
-    """Return the recipe's command with the files of the test patch, else of the listed tests."""
+    """Return the recipe's command with the files of the test patch, else of the listed tests. Only
+    runners of Python take files.
+    """
+    if not testlogs.takes_files(recipe.log_parser):
+        return f"exec 2>&1\n{recipe.test_command}"
     arguments = testlogs.arguments_of(row.test_patch or "", row.repo)
     if not arguments:
         listed = [*(row.fail_to_pass or ()), *(row.pass_to_pass or ())]

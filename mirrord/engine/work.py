@@ -248,10 +248,14 @@ class BackgroundWork:
     ) -> Operation:
         """Build environments. Raises before it starts if a name is unknown."""
         await self.mirrors.room.ensure("build environments")
-        plans, refused = await self.environments.plan(request)
+        rows = await self.environments.row_images.plan(request)
+        plans, refused = ([], []) if rows is not None else await self.environments.plan(request)
         names = ", ".join(request.names[:5]) + (" and others" if len(request.names) > 5 else "")
 
         async def run(progress: ProgressSink) -> Message:
+            if rows is not None:
+                prepares = bool(request.names) or request.prewarm
+                return await self.environments.row_images.build(rows, prepares, progress)
             return await self.environments.build(plans, refused, request.again, progress)
 
         subject = names or str(request.dataset)

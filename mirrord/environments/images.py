@@ -117,8 +117,13 @@ class Images:
         return protocol.BuildReport(ready=[name])
 
     async def _publish(self, facts: dict[str, Any]) -> None:
-        """Make the environment of a record; nothing changes where it exists."""
+        """Make the environment of a record; nothing changes where it exists. A failure goes with
+        the next import of the key.
+        """
         digest, is_ready = facts["digest"], facts["state"] == "ready"
+        for record in list(self.store.iter_records(facts["key"])):
+            if "image" not in record.facts and record.facts["recipe"] is None:
+                self.store.remove(record.digest)
         known = self.store.record(digest)
         if is_ready and not (known and known.is_ready):
             path = self.store.new_path()

@@ -28,7 +28,7 @@ from ..protocol import Progress, ProgressSink, Recipe
 from ..templates.environments import EnvironmentRecord, not_found
 from ..workers.coalesce import Coalescer, SharedWork
 from .building import Builds, Plan, failed
-from .image_trees import ImageTrees
+from .image_trees import ImageTrees, RowImages
 from .images import Images
 from .leaks import Leaks
 from .recipes import checked, digest_of, key_of, recipes_of_toml
@@ -59,6 +59,10 @@ class Environments:
         self.image_trees = ImageTrees(
             store=builds.store, checkouts=builds.checkouts, mirrors=builds.mirrors,
             preparations=builds.preparations,
+        )  # fmt: skip
+        self.row_images = RowImages(
+            templates=builds.place / "datasets.json", images=self.images,
+            checkouts=builds.checkouts, datasets=self.datasets,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -254,9 +258,11 @@ class Environments:
         return replace(self._describe(record), recipe=recipe, prepared=prepared, scans=scans)
 
     def name_for(self, row: InstanceRow) -> str:
-        """Return the name of an instance's environment: of those with its key one with a layer for
-        its base commit, or else the key.
+        """Return the name of an instance's environment: its image, or else of those with its key
+        one with a layer for its base commit, or else the key.
         """
+        if image := self.row_images.find(row):
+            return image.name
         key, base = key_of(row), (row.mirror.key, row.base_commit)
         layers = self.builds.checkouts.prepared.all()
         prepared = {each.saved.name for each in layers if (each.mirror.key, each.commit) == base}

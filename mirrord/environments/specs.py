@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import platform
 import re
 import shlex
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..catalog import InstanceRow
-from ..errors import InvalidRecipeError, RecipeNotFoundError
+from ..errors import InvalidRecipeError, InvalidRequestError, RecipeNotFoundError
 from ..model import shown
 from ..protocol import Recipe
 from ..testlogs import parser_of_repo
@@ -66,6 +67,69 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
     date = row.created_at.isoformat() if frozen and row.created_at else None
     runner = RUNNERS.get(row.repo.lower(), [])
     return replace(recipe_of_spec(key_of(row), spec), index_date=date, runner=runner)
+
+
+IMAGES = {
+    "swe-bench": "swebench/sweb.eval.{arch}.{id_1776}",
+    "swe-bench-multilingual": "swebench/sweb.eval.{arch}.{id_1776}",
+    "swe-bench-pro": "jefzda/sweap-images:{image}",
+    "multi-swe-bench": "mswebench/{owner}_m_{name}:pr-{number}",
+}
+"""Where a format's images are, for rows that do not name a whole one."""
+
+_PLACE = re.compile(r"\{(\w+)\}")
+_PLAIN = "{image}"
+# images of SWE-bench's family have their packages in this environment, which a login would activate
+_CONDA = "/opt/miniconda3/bin/activate"
+_ACTIVATE = f"if [ -f {_CONDA} ]; then . {_CONDA} testbed; fi"
+
+
+def template_of(given: str | None, dataset_format: str) -> str:
+    """Return the template for the images of a dataset. Raises InvalidRequestError."""
+    template = given or IMAGES.get(dataset_format, _PLAIN)
+    if unknown := sorted(set(_PLACE.findall(template)) - _PLACES):
+        raise InvalidRequestError(
+            f"cannot name images by {shown(template)}: it has {shown(unknown[0])}",
+            hint=f"places are {', '.join(sorted(_PLACES))}, in braces",
+        )
+    return template
+
+
+_PLACES = {"arch", "id", "id_1776", "id_s", "image", "name", "number", "owner"}
+
+
+def image_of(row: InstanceRow, template: str) -> str | None:
+    """Return the source of an instance's image; None if its row lacks what the template needs."""
+    identity, repo = row.id.lower(), row.repo.lower()
+    image = row.environment or ""
+    if image and "/" in image and template in IMAGES.values():  # a whole name
+        template = _PLAIN
+    number = re.search(r"(\d+)$", identity)
+    values = {
+        "image": image.removeprefix("docker://"), "id": identity, "name": repo.rpartition("/")[2],
+        "owner": repo.partition("/")[0], "number": number[1] if number else "",
+        "id_1776": identity.replace("__", "_1776_"), "id_s": identity.replace("__", "_s_"),
+        "arch": {"aarch64": "arm64"}.get(platform.machine(), platform.machine()),
+    }  # fmt: skip
+    if not all(values[name] for name in _PLACE.findall(template)):
+        return None
+    filled = _PLACE.sub(lambda place: values[place[1]], template)
+    return filled if filled.startswith("docker://") else f"docker://{filled}"
+
+
+def image_recipe_of(row: InstanceRow, key: str) -> Recipe | None:
+    """Return how the tests of an instance run in its image; None if nothing says it."""
+    spec = dict(swebench_specs().get(row.repo.lower(), {}).get(row.version or "", {}))
+    own = row.install_config or {}
+    test = " && ".join(_list(own, "test_cmd") or _list(spec, "test_cmd"))
+    if not test:
+        return None
+    commands, variables = _variables_of({**spec, **own})
+    return Recipe(
+        key=key, python="", test_command="; ".join([_ACTIVATE, *commands, test]),
+        variables=variables, runner=RUNNERS.get(row.repo.lower(), []),
+        log_parser=str(own.get("log_parser") or parser_of_repo(row.repo)),
+    )  # fmt: skip
 
 
 def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:

@@ -35,7 +35,8 @@ class BuildEnvironments(Request):
 
     A name is an instance, or the key of an imported recipe or an earlier build. Named instances get
     their prepared layer, too; those of a dataset with `prewarm`. `again` retries a failed build
-    although nothing has changed. `frozen` ignores packages released after the instance's date.
+    although nothing has changed. `frozen` ignores packages released after the instance's date. With
+    `images` the images that the rows name are imported; `image_name` is a template for their names.
     """
 
     names: list[Word] = []
@@ -43,6 +44,8 @@ class BuildEnvironments(Request):
     prewarm: bool = False
     again: bool = False
     frozen: bool = False
+    images: bool = False
+    image_name: Word | None = None
 
 
 class ImportImage(Request):
@@ -83,11 +86,15 @@ class FailedBuild(Answer):
 
 
 class BuildReport(Answer):
-    """The result of a build: `ready` environments, as KEY@DIGEST, and `prepared` commits."""
+    """The result of a build: `ready` environments, as KEY@DIGEST, and `prepared` commits.
+
+    `tests` is how the tests of the one named instance run, if its environment is an image.
+    """
 
     ready: list[str]
     failed: list[FailedBuild] = []
     prepared: list[str] = []
+    tests: Recipe | None = None
 
 
 class Preparation(Answer):

@@ -26,6 +26,7 @@ __all__ = [
     "outcome_of",
     "parser_names",
     "parser_of_repo",
+    "takes_files",
 ]
 
 _PARSERS: dict[str, Parser] = {**python.PARSERS, **lines.PARSERS, **documents.PARSERS}
@@ -40,6 +41,11 @@ def find_parser(name: str) -> Parser | None:
 def parser_names() -> list[str]:
     """Return the names that `find_parser` knows, sorted."""
     return sorted(_PARSERS)
+
+
+def takes_files(name: str) -> bool:
+    """Return whether a parser's runner gets the files of the tests as arguments."""
+    return name.removeprefix("parse_log_") in python.PARSERS
 
 
 def parser_of_repo(repo: str) -> str:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import images
 import pytest
-from daemons import Daemon, daemon
-from gitrepos import Upstream, git
+from gitrepos import git
 from homes import home
+from image_bench import Bench, image_bench, long
 from waiting import until
 
-from mirrord import Client, Sandbox, protocol
+from mirrord import Sandbox, protocol
 from mirrord.errors import (
     ConflictError,
     EnvironmentLeaksError,
@@ -28,7 +28,6 @@ from mirrord.errors import (
     UsageError,
 )
 from mirrord.model import DiffFormat
-from mirrord.protocol import BuildReport
 from mirrord.sandbox.box import find_obstacle
 
 MISSING = [name for name in ("skopeo", "umoci") if not shutil.which(name)]
@@ -42,54 +41,10 @@ BCRYPT = "$2b$04$3W8a2WaACChMaTtiW8HpcOFQ.ZV/tYEbddeDozFQiKEUhc.TGEuw2"
 """Of the password `secret`."""
 
 
-def long(number: int) -> str:
-    """Return content that is not trivial, for a scan."""
-    return f"the content of {number}\n" * 20
-
-
-class Bench:
-    """A daemon with a mirror of three commits, and images of the second."""
-
-    def __init__(self, made: Daemon, place: Path) -> None:
-        self.made = made
-        self.place, self.layers = place, made.root / "state/templates/.environments/.layers"
-        self.auth_file = made.root / "auth.json"
-        self.auth_file.write_text('{"auths": {}}')
-        self.upstream = Upstream(place / "r")
-        self.base, self.future = [
-            self.upstream.commit({"README": f"{number}\n", "lib/a": long(number), "gone": "x"})
-            for number in range(2)
-        ]
-        self.client = Client(made.socket)
-        operation = self.client.wait(self.client.add_mirror("o/r", url=self.upstream.url))
-        assert operation.error is None
-        self.root = images.root(place / "root")
-
-    def imported(self, source: str, key: str) -> BuildReport:
-        ended = self.client.wait(self.client.import_image(source, key=key))
-        assert ended.result is not None, ended.error
-        return BuildReport.from_json(ended.result)
-
-    def remove(self, key: str) -> None:
-        until(lambda: not self.client.get_environment(key).holders)  # of released checkouts
-        self.client.remove_environment(key)
-
-    def kept(self) -> set[str]:
-        return {path.name for path in self.layers.iterdir() if not path.name.startswith(".trash")}
-
-
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    text = '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[checkouts]\nprewarm = false\n'
-    with daemon(start=False) as made:
-        made.write_config(
-            f'{text}[access]\ncommits = "any"\n'
-            f'[environments]\nauth_file = "{made.root}/auth.json"\n'
-        )
-        made.start()
-        found = Bench(made, tmp_path_factory.mktemp("images"))
-        yield found
-        found.client.close()
+    with image_bench(tmp_path_factory.mktemp("images")) as made:
+        yield made
 
 
 def test_a_checkout_stands_in_the_place_of_the_images_repository(bench: Bench) -> None:

@@ -28,6 +28,10 @@ def build(
     prewarm: Annotated[bool, Option("Also prepare each instance of the dataset.")] = False,
     again: Annotated[bool, Option("Retry failed builds.")] = False,
     frozen: Annotated[bool, Option("Use no package released after the instance's date.")] = False,
+    images: Annotated[bool, Option("Import the images that the rows name.")] = False,
+    image_name: Annotated[
+        str | None, Option("How images are named, with {image} or {id}.", "TEMPLATE")
+    ] = None,
     no_wait: NoWait = False,
 ) -> None:
     """Only missing environments are built. A named instance is also prepared: the install command
@@ -39,8 +43,9 @@ def build(
     if not names and dataset is None:
         raise UsageError("cannot build: nothing is named", hint="name instances, or add --dataset")
     operation = session.client.build_environments(
-        *names, dataset=dataset, prewarm=prewarm, again=again, frozen=frozen
-    )
+        *names, dataset=dataset, prewarm=prewarm, again=again, frozen=frozen,
+        images=images or image_name is not None, image_name=image_name,
+    )  # fmt: skip
     report = conclude(session, operation, no_wait, BuildReport, _build_lines)
     for failure in report.failed if report else ():
         session.note(failure.detail)

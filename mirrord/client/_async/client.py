@@ -345,16 +345,19 @@ class AsyncClient:
         prewarm: bool = False,
         again: bool = False,
         frozen: bool = False,
+        images: bool = False,
+        image_name: str | None = None,
     ) -> protocol.Operation:
         """Build missing environments of instances, keys or a dataset.
 
         The operation's result is a BuildReport. Named instances get a prepared layer; with
         `prewarm` so does every instance of the dataset. `again` retries failed builds; `frozen`
-        uses no packages newer than the instance.
+        uses no packages newer than the instance. `images` imports the images that the rows name,
+        by the template `image_name` if given.
         """
         members = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
-        kind = protocol.BuildEnvironments
-        return await self._start(kind, "environments", **members, frozen=frozen)
+        members |= {"frozen": frozen, "images": images, "image_name": image_name}
+        return await self._start(protocol.BuildEnvironments, "environments", **members)
 
     async def import_recipes(self, file: Path | str) -> list[protocol.Recipe]:
         """Import the recipes of a TOML file; they take precedence over those of rows."""

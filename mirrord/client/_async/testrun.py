@@ -26,8 +26,14 @@ async def build_environment(
         hint = f"see `mirrord environment log {failed.key}`"
         raise errors.EnvironmentFailedError(failed.detail, hint=hint)
     environment = await client.get_environment(report.ready[0])
-    assert environment.recipe is not None  # only lists leave it out
-    return environment.name, environment.recipe
+    recipe = environment.recipe or report.tests
+    if recipe is None:
+        raise errors.RecipeNotFoundError(
+            f"cannot run the tests of {instance}: neither its row nor the swebench package has a"
+            " test command",
+            hint="add `install_config` with `test_cmd` and `log_parser` to the row",
+        )
+    return environment.name, recipe
 
 
 async def run_tests(

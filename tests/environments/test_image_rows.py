@@ -1,0 +1,104 @@
+"""Images that rows of datasets name: imported once, continued after a cancel, and their tests run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import images
+import pytest
+from gitrepos import Upstream
+from image_bench import Bench, image_bench, static_registry
+from waiting import until
+
+from mirrord.errors import CancelledError
+from mirrord.protocol import BuildReport
+from mirrord.sandbox.box import find_obstacle
+
+MISSING = [name for name in ("skopeo", "umoci") if not shutil.which(name)]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
+    pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
+]
+AGENT = 34541
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with image_bench(tmp_path_factory.mktemp("images")) as made:
+        yield made
+
+
+def test_a_cancelled_import_continues_with_what_it_has(bench: Bench, tmp_path: Path) -> None:
+    layers = [images.layer([(name, name.encode() * 99, {})]) for name in ("x", "y")]
+    images.oci(tmp_path / "i", layers)
+    first, second = [hashlib.sha256(each).hexdigest() for each in layers]
+    with static_registry(tmp_path / "i") as served:
+        served.held, source = second, f"docker://{served.host}/o/i:1"
+        running = bench.client.import_image(source, key="cut")
+        kept = bench.made.root / "state/environments/images"
+        until(lambda: served.asked[second] and list(kept.glob(f"*/blobs/sha256/{first}")))
+        bench.client.cancel_operation(running.id)
+        with pytest.raises(CancelledError):
+            bench.client.wait(running)
+        assert bench.client.list_environments() == []
+        served.held = ""
+        served.may_answer.set()
+        assert bench.imported(source, "cut").failed == []
+        assert served.asked[first] == 1
+    bench.remove("cut")
+
+
+def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> None:
+    """A shell project that says its results by TAP; two rows have one image, one has none."""
+    buggy, test = "add() { echo 3; }\n", ". ./lib.sh; . ./built.sh\n"
+    upstream = Upstream(tmp_path / "sh")
+    base = upstream.commit({"lib.sh": buggy, "run.sh": test})
+    ended = bench.client.wait(bench.client.add_mirror("o/sh", url=upstream.url))
+    assert ended.error is None
+    check = 'check() { [ "$2" = "$3" ] && echo "ok - $1" || { echo "not ok - $1"; false; }; }\n'
+    root = images.root(tmp_path / "root")
+    subprocess.run(["git", "clone", "-q", upstream.path, root / "app"], check=True)
+    (root / "app/built.sh").write_text(check)
+    images.oci(tmp_path / "i", [images.layer([], above=root)], {"WorkingDir": "/app"})
+    change = "diff --git a/{0} b/{0}\n--- a/{0}\n+++ b/{0}\n@@ -1 +1{1} @@\n"
+    row = {
+        "instance_id": "o__sh-1", "repo": "o/sh", "base_commit": base, "image_name": "o/i",
+        "patch": change.format("lib.sh", "") + f"-{buggy}+add() {{ echo $(($1 + $2)); }}\n",
+        "test_patch": change.format("run.sh", ",3") + f" {test}+check adds $(add 2 2) 4; a=$?\n"
+        "+check three $(add 1 2) 3 && exit $a\n",
+        "FAIL_TO_PASS": ["adds"], "PASS_TO_PASS": ["three"],
+        "install_config": {"test_cmd": "sh run.sh", "log_parser": "tap"},
+    }  # fmt: skip
+    others = {"o__sh-2": "o/i", "o__sh-3": "o/absent", "o__sh-4": None}
+    rows = [row, *({**row, "instance_id": each, "image_name": of} for each, of in others.items())]
+    ended = bench.client.wait(
+        bench.client.import_dataset((json.dumps(each).encode() + b"\n" for each in rows), name="sh")
+    )
+    assert ended.error is None
+    with static_registry(tmp_path / "i") as served:
+        name = f"docker://{served.host}/{{image}}:latest"
+        for _ in range(2):
+            told = bench.client.wait(
+                bench.client.build_environments(dataset="sh", images=True, image_name=name)
+            )
+            report = BuildReport.from_json(told.result)
+            assert (len(report.ready), len(report.failed)) == (1, 2)
+        assert set(served.asked.values()) == {1}, "the second time nothing is fetched"
+    socket = ("--socket", str(bench.made.socket))
+    words = ("rehearse", "o__sh-1", "--dataset", "sh", "--run", "--json")
+    command = [sys.executable, "-m", "mirrord", *socket, *words]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran
+    (told_of,) = json.loads(ran.stdout)["instances"]
+    steps = {each["name"]: each["outcome"] for each in told_of["steps"]}
+    assert (steps["tests before"], steps["tests after"]) == ("ok", "ok")
+    with bench.client.checkout("o__sh-2", environment="auto", owner=AGENT) as checkout:
+        assert str(checkout.lease.environment) == report.ready[0]
+    bench.remove(report.ready[0])
