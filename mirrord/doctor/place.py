@@ -8,10 +8,10 @@ from .checks import Result
 _WHAT = {
     Place.ROOT: "root on the host; overlay checkouts for all users, sandboxes in namespaces",
     Place.NAMESPACE: "an ordinary user who may make user namespaces; sandboxes in namespaces",
-    Place.USER: "an ordinary user who may not make user namespaces; checkouts are plain"
-    " directories, sandboxes are weaker",
-    Place.CONTAINER: "root in a container without CAP_SYS_ADMIN; checkouts are plain directories,"
-    " sandboxes are weaker",
+    Place.USER: "an ordinary user who may not make user namespaces; checkouts and environments are"
+    " plain directories, sandboxes are weaker",
+    Place.CONTAINER: "root in a container without CAP_SYS_ADMIN; checkouts and environments are"
+    " plain directories, sandboxes are weaker",
 }
 _ASK = {
     Place.USER: "ask the administrator for `sysctl -w user.max_user_namespaces=10000`, on Ubuntu"

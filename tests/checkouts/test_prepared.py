@@ -514,7 +514,9 @@ def test_an_environment_is_beside_the_tree_and_its_owners_alone(
     assert not (prefix(other) / "new").exists()
     with pytest.raises(errors.ConflictError):
         remove(service, environment)
+    kept = (prefix(held) / "lib").stat().st_ino
     held.reset()
+    assert backend is Backend.OVERLAY or (prefix(held) / "lib").stat().st_ino == kept
     assert sorted(path.name for path in prefix(held).rglob("*")) == [
         "bin",
         "lib",

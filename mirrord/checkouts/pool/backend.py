@@ -4,7 +4,7 @@ The manifest beside a tree always describes an earlier clean state and is replac
 that was killed can be repeated. Without a usable manifest or top directory the tree is written
 again. A released tree is removed, never reused; a new checkout takes a spare one if there is one
 (`spares.py`). A restart removes spares, which have no lease. An environment is a copy beside the
-tree, which a reset makes anew if anything changed in it.
+tree, which a reset restores.
 """
 
 from __future__ import annotations
