@@ -18,7 +18,7 @@ from ..git.objects.repository import Objects, read_commit
 from ..git.objects.trees import TreeEntry, changes
 from ..host.files import shown_path
 from .fit import DIRECTORY, File, Results, Tree
-from .parse import NeedsGitError, name_of, named_paths
+from .parse import SUBMODULE, NeedsGitError, name_of, named_paths
 
 _ID = rb"([0-9a-f]{7,64})(-dirty)?"
 _EXTENDED = rb"(?:(?:index|(?:new file|deleted file|old|new) mode) [^\n]*\n)*"
@@ -67,6 +67,11 @@ def move(tree: Tree, objects: Objects | None, patch: bytes, *, reverse: bool) ->
         return moved
     for pointer, text in _read(patch):
         path, old, new, _ = pointer
+        at = tree.read(path)
+        if at is None and b" 160000" not in text:  # text around the patch, or a new file
+            continue
+        if at is not None and at.mode not in (DIRECTORY, SUBMODULE):  # a file with such lines
+            continue
         if reverse:
             pointer = Pointer(path, new, old, pointer.is_dirty)
         has_files = _has_files(tree, path) or (

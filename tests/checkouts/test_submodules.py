@@ -295,6 +295,12 @@ def test_a_patch_that_moves_a_submodule_has_its_files(world: World, backend: Bac
                 _pointers(world, "3" * 40)["plain"] + other: "commit 333",
                 dirty + other: "edited",
                 deep: None,
+                text.replace("pkg/sub", "notes")
+                .replace("index ", "new file mode 100644\nindex ")
+                .replace("--- a/notes", "--- /dev/null")
+                .replace("@@ -1 +1 @@", "@@ -0,0 +1 @@")
+                .replace(f"-Subproject commit {world.inner}\n", "")
+                .replace(" 160000", ""): None,
                 text.replace("pkg/sub", "gone").replace(world.inner, "1" * 40): "not had",
             }.items():
                 notes = client.apply_patch(made.id, patch.encode()).notes
