@@ -1,7 +1,8 @@
 """Files of predictions, read row by row.
 
 Predictions are rows of SWE-bench, SWE-bench Pro, Multi-SWE-bench or OpenHands as JSON lines, a JSON
-array, or an object by instance id; or a directory of patches named after their instances.
+array, or an object by instance id; or a directory of patches named after their instances, or one
+that an agent wrote: with such a file in it, or SWE-agent's `ID.pred`.
 """
 
 import math
@@ -26,6 +27,8 @@ _MODELS = ("model_name_or_path", "prefix", "metadata.llm_config.model", "model")
 _NAMES = {"instance_id", "test_result", *_PATCHES}
 _ROW_BYTES = 64 * 1024**2
 _SUFFIXES = {".patch", ".diff"}
+_COLLECTED = ("preds.json", "all_preds.jsonl", "predictions.jsonl", "output.jsonl")
+"""Files of mini-swe-agent, SWE-agent and Agentless, and OpenHands in their own directories."""
 _UNNAMED = {"patch", "model", "model_patch", "fix"}
 """Names of patches that stand in a directory named after the instance."""
 _OBJECT_BY_ID = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
@@ -55,6 +58,9 @@ class Fault(NamedTuple):
 def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
     """Yield the rows of a file or a directory of patches; raises UsageError if it has none."""
     if path.is_dir():
+        collected = (path / name for name in _COLLECTED)
+        path = next((file for file in collected if file.is_file()), path)
+    if path.is_dir():
         yield from _read_directory(path)
         return
     if path.exists() and not path.is_file():
@@ -75,8 +81,15 @@ def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
 
 
 def _read_directory(directory: Path) -> Iterator[Prediction | Fault]:
-    """Yield `ID.patch` and `ID/patch.diff`, in the order of their paths."""
+    """Yield `ID.pred`, or `ID.patch` and `ID/patch.diff`, in the order of their paths."""
     paths = sorted(path for path in directory.rglob("*") if path.suffix in _SUFFIXES)
+    if rows := sorted(directory.rglob("*.pred")):  # beside them, patches of some
+        for line, path in enumerate(rows, 1):
+            try:
+                yield _read_row(line, Element(path.read_bytes()))
+            except OSError as error:
+                yield Fault(line, f"cannot read {quote_name(path.name)}: {error.strerror}")
+        return
     if not paths:
         raise _unusable(directory, "it is a directory without files ID.patch or ID.diff")
     for line, path in enumerate(paths, 1):

@@ -122,6 +122,20 @@ def test_a_directory_of_patches_is_read_by_their_names(tmp_path: Path) -> None:
         list(read_predictions(bare))
 
 
+def test_a_directory_that_an_agent_wrote_is_read_as_its_predictions(tmp_path: Path) -> None:
+    """SWE-agent's rows, one of them without a patch beside it; else the file of all."""
+    for name, patch in (("a", "diff\n"), ("b", None)):
+        (tmp_path / name).mkdir()
+        row = {"instance_id": name, "model_name_or_path": "m", "model_patch": patch}
+        (tmp_path / name / f"{name}.pred").write_text(json.dumps(row))
+    (tmp_path / "a/a.patch").write_text("diff\n")
+    found = [Prediction(1, "a", "m", b"diff\n"), Prediction(2, "b", "m", b"")]
+    assert list(read_predictions(tmp_path)) == found
+    rows = {"c": {"model_name_or_path": "m", "instance_id": "c", "model_patch": "diff\n"}}
+    (tmp_path / "preds.json").write_text(json.dumps(rows))
+    assert list(read_predictions(tmp_path)) == [Prediction(1, "c", "m", b"diff\n")]
+
+
 def test_one_prediction_is_a_line_and_no_document(tmp_path: Path) -> None:
     assert read(tmp_path, json.dumps(ROWS[0])) == READ[:1]
 
