@@ -42,7 +42,8 @@ class Resolved(NamedTuple):
 
     `line` is the commit and its next first parents, newest first; empty if one cannot be read.
     `time` is the committer's, in seconds since the epoch. `refused` are objects of its tree that
-    may not be served unless the finding about them is accepted, each with the reason.
+    may not be served unless the finding about them is accepted, each with the reason. `replaces` is
+    the commit of a shallow upstream, whose parents nobody has, that it stands for.
     """
 
     commit: CommitId
@@ -50,6 +51,7 @@ class Resolved(NamedTuple):
     time: int
     line: tuple[CommitId, ...]
     refused: tuple[tuple[str, str], ...] = ()
+    replaces: CommitId | None = None
 
 
 class History(StrEnum):

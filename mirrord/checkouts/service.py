@@ -139,7 +139,8 @@ class Checkouts:
         admitted = admitted._replace(history=history)
         async with self.resolver.completed(request, resolved, history, peer) as resolved:
             resolved_s = elapsed_s(began)
-            draft = self.leasing.draft(admitted, *resolved).with_volumes(*volumes)
+            draft = self.leasing.draft(admitted, resolved.mirror, resolved.base)
+            draft = draft.with_volumes(*volumes)
             lease, timings = await self.leasing.begin(draft, admitted)
         timings = {"resolve": resolved_s, **timings, "total": elapsed_s(began)}
         self.leasing.publish("checkout.made", lease, duration_s=timings["total"])

@@ -32,7 +32,8 @@ class PinOutcome(NamedTuple):
     """The outcome for one mirror.
 
     `refused` has the reason of each commit without a pin (`*`: all of them), `found` the commit of
-    each revision, and of each recorded id that is an annotated tag.
+    each revision, of each recorded id that is an annotated tag, and of each that lacks its parents
+    upstream.
     """
 
     refused: dict[str, str]
@@ -119,12 +120,15 @@ async def _pin(
             await mirrors.sync(row.name, sink)
             refused = await _ensure(mirrors, row.name, refused, revisions, sink)
             found = await mirrors.resolve_revisions(row.name, revisions)
+    cut = await mirrors.replace_shallow(row.name, refused) if refused and not is_synced else {}
+    refused = {commit: reason for commit, reason in refused.items() if commit not in cut}
     owner = owner_of(dataset)
     pinned = {} if is_new else await mirrors.standing_pins(row.name, owner)
     if not is_synced:  # an import: what it finds goes into its rows
         tags = await mirrors.find_tags(row.name, [*(commits.keys() - pinned.keys())])
-        commits = {tags.get(commit, commit): reason for commit, reason in commits.items()}
-        found = found | tags
+        other = tags | cut
+        commits = {other.get(commit, commit): reason for commit, reason in commits.items()}
+        found = found | other
     by_reason: dict[str, set[CommitId]] = {}
     for commit, reason in (dict.fromkeys(found.values(), CommitRole.BASE) | {**commits}).items():
         if commit not in refused and pinned.get(commit) != reason:

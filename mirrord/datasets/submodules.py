@@ -295,6 +295,8 @@ async def _have(
 
 
 def _refusal(outcome: PinOutcome, commit: CommitId) -> str | None:
+    if outcome.found.get(commit, commit) != commit:
+        return "upstream is shallow, and lacks the commit's parents"
     return outcome.refused.get(commit) or outcome.refused.get(ALL_COMMITS)
 
 

@@ -230,10 +230,12 @@ def _check_result(
             hint = "ask for git http-backend there, or mirror a copy on this disk"
         raise errors.UpstreamError(f"cannot {doing}: {fact}", hint=hint)
     if remote is not None and (cut := _SHALLOW.findall(result.stderr)):
-        are = "commit lacks its" if len(cut) == 1 else "commits lack their"
+        # git names what was asked for: a commit or a tag, not the commits in their histories
+        who = "1 commit lacks its" if len(cut) == 1 else f"commits of {len(cut)} refs lack their"
         raise errors.UpstreamIncompleteError(
-            f"cannot {doing}: upstream is shallow: {len(cut)} {are} parents",
-            hint="run `git fetch --unshallow` there, or mirror the repository it was cloned from",
+            f"cannot {doing}: upstream is shallow: {who} parents",
+            hint="its commits can be checked out with history squashed only; for all of the history"
+            " run `git fetch --unshallow` there, or mirror the repository it was cloned from",
             objects=cut[:400],
         )
     if remote is not None and (target := foreign_redirect(remote.url, result.stderr)):

@@ -4,7 +4,7 @@ A first clone is made in quarantine and renamed, so a mirror that exists is comp
 """
 
 import re
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -33,6 +33,7 @@ from .sharing import MirrorClaim
 from .sync import move_refs, sync
 from .upstreams.credentials import Credentials
 from .upstreams.fetching import Fetcher
+from .upstreams.shallow import fetch_parentless, find_parentless, is_shallow
 from .upstreams.upstream import (
     REQUEST_PATIENCE_S,
     HostLimits,
@@ -285,14 +286,20 @@ class Mirrors(Inventory):
     # -- commits --------------------------------------------------------------------------------
 
     async def resolve(self, name: MirrorName, commitish: str) -> Resolved:
-        """Resolve a branch, tag or id; raises CommitNotFoundError."""
+        """Resolve a branch, tag or id; raises CommitNotFoundError.
+
+        For a commit of a shallow upstream, that is what the mirror has in its place.
+        """
         row = await self._synced(name)
         path, timeout = self.path(row.name), timedelta(seconds=30)
         try:
             return await self.workers.run(resolve, path, commitish, timeout=timeout)
         except errors.CommitNotFoundError:
             if not await self.follow(row.name):
-                raise
+                parentless = find_parentless(_faults(row), commitish)
+                if parentless is None:
+                    raise
+                commitish = parentless
             return await self.workers.run(resolve, path, commitish, timeout=timeout)
 
     async def resolve_revisions(
@@ -306,12 +313,16 @@ class Mirrors(Inventory):
         if not names:
             return {}
         doing = f"look up branches of mirror {name}"
-        git, path = self.git, self.path((await self._synced(name)).name)
-        commits = await object_info(git, path, [name for name, _ in names], doing=doing)
+        row = await self._synced(name)
+        path, words = self.path(row.name), [name for name, _ in names]
+        commits = await object_info(self.git, path, words, doing=doing)
         found: dict[str, CommitId] = {}
         for (_, revision), item in zip(names, commits, strict=True):
             if item.kind == "commit":
                 found.setdefault(revision, CommitId(item.oid))
+        for revision in revisions:
+            if revision not in found and (it := find_parentless(_faults(row), revision)):
+                found[revision] = it
         return found
 
     async def find_tags(
@@ -347,7 +358,10 @@ class Mirrors(Inventory):
             found = await self.resolve(name, commitish)
         except errors.CommitNotFoundError:
             found = None
-        if found is None or not await self.repository(name).is_public(found.commit):
+        is_public = found and (
+            found.replaces or await self.repository(name).is_public(found.commit)
+        )
+        if found is None or not is_public:
             raise errors.CommitNotFoundError(
                 f"cannot resolve commit {shown(commitish)}: no branch or tag of {name} has that"
                 " name or reaches that id",
@@ -384,6 +398,22 @@ class Mirrors(Inventory):
                 if not missing:
                     break
             return {oid: reasons[oid] for oid in missing}
+
+    async def replace_shallow(
+        self, name: MirrorName, refused: Mapping[CommitId, str]
+    ) -> dict[CommitId, CommitId]:
+        """Fetch those of the refused commits that only lack their parents, because upstream does.
+
+        Returns what the mirror has in the place of each. The caller pins it.
+        """
+        row = await self.get(str(name))
+        wanted = [oid for oid, reason in refused.items() if is_shallow(reason)]
+        upstream = parse_upstream(row.url)
+        async with self.lock(row.name):
+            fetcher = self._fetcher(self.repository(row.name), upstream, None)
+            async with self._hosts.turn(upstream.host):
+                parentless = await fetch_parentless(fetcher, wanted)
+        return {CommitId(oid): commit for oid, commit in parentless.items()}
 
     async def fetch_into(
         self,
@@ -539,8 +569,11 @@ _LINE_BROKE = {
 
 def _known_faults(row: MirrorRow) -> list[protocol.RefFault]:
     """Return the refs that upstream could not give, without those whose transfer broke."""
-    faults = map(protocol.RefFault.from_json, row.ref_faults)
-    return [fault for fault in faults if fault.code not in _LINE_BROKE]
+    return [fault for fault in _faults(row) if fault.code not in _LINE_BROKE]
+
+
+def _faults(row: MirrorRow) -> list[protocol.RefFault]:
+    return [protocol.RefFault.from_json(fault) for fault in row.ref_faults]
 
 
 def _as_synced(row: MirrorRow) -> protocol.Synced:
@@ -552,5 +585,5 @@ def _as_synced(row: MirrorRow) -> protocol.Synced:
         kept_count=row.kept_count or 0,
         default_branch=row.default_branch,
         changes=[],
-        faults=[protocol.RefFault.from_json(fault) for fault in row.ref_faults],
+        faults=_faults(row),
     )

@@ -7,7 +7,8 @@ that finds nothing new writes nothing. The caller holds the mirror's lock.
 Where upstream cannot give the objects of some refs, those refs become faults and all others arrive.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,17 +16,20 @@ from .. import errors
 from ..errors import MirrordError, TransferBrokenError, UpstreamLossError
 from ..git.batch import object_info
 from ..git.command import lines_of
-from ..model import MirrorName, utc_now
+from ..model import CommitId, MirrorName, utc_now
 from ..protocol import RefChange, RefFault, Synced
 from . import refs
 from .history import read_last, write_record
 from .repository import HISTORY, KEPT, Refs, Repository
 from .upstreams.fetching import Fetcher
+from .upstreams.shallow import fetch_parentless, is_shallow
 
 # fetches in a row that bring none of what a line garbled; it is a fault of upstream then
 _FUTILE_MAX = 3
 # how long faults are left alone while upstream moves nothing
 _REST = timedelta(days=1)
+# refs of a shallow upstream that squashed checkouts can be made from; each is two git processes
+_PARENTLESS_MAX = 400
 
 
 async def sync(
@@ -57,7 +61,8 @@ async def sync(
     offer = await _without_strange_branches(repository, offer, failed)
     if offer.redirected_to and not accept_loss:
         await _must_continue(repository, old, offer, failed.keys())
-    if offer.refs and len(failed) == len(set(offer.refs.values())) and not old:
+    parentless = await _fetch_parentless(fetcher, failed, known)
+    if offer.refs and not parentless and len(failed) == len(set(offer.refs.values())) and not old:
         raise next(iter(failed.values()))
     now = utc_now()
     faults = [
@@ -67,6 +72,7 @@ async def sync(
             reason=failed[oid].message,
             code=failed[oid].code,
             asked_at=known[oid].asked_at if must_rest and oid in known else now,
+            parentless=parentless.get(oid),
         )
         for ref, oid in offer.refs.items()
         if oid in failed
@@ -81,9 +87,12 @@ async def sync(
             if ref not in directories and target.keys().isdisjoint(refs.directories_of(ref)):
                 target[ref] = old[ref]
     why = "sync, loss accepted" if accept_loss else "sync"
-    changes, head = await move_refs(repository, present, target, offer.head, why=why)
+    changes, head = await move_refs(
+        repository, present, target, offer.head, why=why, keep=parentless.values()
+    )
     kept = {ref for ref in present if ref.startswith(KEPT)}
     kept |= {f"{KEPT}{change.old}" for change in changes if change.kept}
+    kept |= {f"{KEPT}{oid}" for oid in parentless.values()}
     return Synced(
         mirror=str(repository.name),
         changed=bool(changes),
@@ -148,6 +157,20 @@ async def _fetch_missing(
 
 def _as_error(fault: RefFault) -> MirrordError:
     return errors.from_problem({"code": fault.code, "detail": fault.reason})
+
+
+async def _fetch_parentless(
+    fetcher: Fetcher, failed: Mapping[str, MirrordError], known: Mapping[str, RefFault]
+) -> dict[str, CommitId]:
+    """Return what the mirror has in place of commits of a shallow upstream."""
+    shallow = [oid for oid, error in failed.items() if is_shallow(error.message)]
+    held = {oid: known[oid].parentless for oid in shallow if oid in known}
+    parentless = {oid: CommitId(commit) for oid, commit in held.items() if commit}
+    absent = await fetcher.repository.absent(parentless.values()) if parentless else set()
+    missing = [oid for oid in shallow if oid not in parentless or parentless[oid] in absent]
+    with suppress(errors.UpstreamError, errors.GitFailedError):  # the fault of their refs remains
+        parentless |= await fetch_parentless(fetcher, missing[:_PARENTLESS_MAX])
+    return {oid: commit for oid, commit in parentless.items() if commit not in absent}
 
 
 _NO_COMMIT = "no-commit"
@@ -236,11 +259,18 @@ def must_not_vanish(name: MirrorName, old: Refs, offer: refs.Offer) -> None:
 
 
 async def move_refs(
-    repository: Repository, present: Refs, target: Refs, wanted_head: str | None, *, why: str
+    repository: Repository,
+    present: Refs,
+    target: Refs,
+    wanted_head: str | None,
+    *,
+    why: str,
+    keep: Iterable[str] = (),
 ) -> tuple[list[RefChange], str | None]:
     """Move the refs that follow upstream, and HEAD, to `target`, in one transaction.
 
-    Keeps the tips that they leave, and records the move; writes nothing where nothing moves.
+    Keeps the tips that they leave, and the commits of `keep`, and records the move; writes nothing
+    where nothing moves.
     Returns the changes and the target of HEAD: the wanted one, or else one that exists.
     """
     changes = await refs.classify(repository, refs.compare(refs.followed_refs(present), target))
@@ -248,10 +278,11 @@ async def move_refs(
     branches = sorted(ref for ref in target if ref.startswith("refs/heads/"))
     choices = (wanted_head, now, "refs/heads/main", "refs/heads/master", *branches)
     head = next((ref for ref in choices if ref in target), None)
-    if not changes and head in {None, now}:
+    kept_refs = {f"{KEPT}{oid}": oid for oid in keep}
+    if not changes and head in {None, now} and kept_refs.keys() <= present.keys():
         return changes, head
     moves: refs.Moves = {change.ref: (change.old, change.new) for change in changes}
-    kept_refs = {
+    kept_refs |= {
         f"{KEPT}{change.old}": change.old for change in changes if change.kept and change.old
     }
     moves |= {ref: (None, oid) for ref, oid in kept_refs.items() if ref not in present}

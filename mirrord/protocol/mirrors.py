@@ -61,7 +61,8 @@ class AddPin(Request):
 class RefFault(Answer):
     """A ref of upstream that the mirror could not fetch. `code` is that of the error, if any.
 
-    `asked_at` is when it was asked for last.
+    `asked_at` is when it was asked for last. `parentless` is what the mirror has in place of a
+    commit whose parents upstream lacks: one that squashed checkouts can be made from.
     """
 
     ref: GitName
@@ -69,6 +70,7 @@ class RefFault(Answer):
     reason: str
     code: str = ""
     asked_at: datetime | None = None
+    parentless: str | None = None
 
 
 class Mirror(Answer):

@@ -49,12 +49,36 @@ def _shallow(upstream: Upstream) -> Path:
     return path
 
 
-def test_a_shallow_upstream_is_named(
+def test_a_shallow_upstream_is_named_and_its_commits_are_kept_without_parents(
     house: Builder, make_upstream: Callable[..., Upstream]
 ) -> None:
-    error = _refusal(house, f"file://{_shallow(_source(make_upstream))}")
-    assert isinstance(error, UpstreamIncompleteError)
-    assert "upstream is shallow: 1 commit lacks its parents" in error.message
+    source = _source(make_upstream)
+    source.git("tag", "-a", "v1", "-m", "release")
+    path = _shallow(source)
+    tip = git(path, "rev-parse", "main")
+
+    async def body(it: House) -> None:
+        await it.mirrors.add("owner/name", f"file://{path}")
+        result = await it.mirrors.sync(NAME)
+        assert {(fault.ref, fault.code) for fault in result.faults} == {
+            ("refs/heads/main", "upstream-incomplete"),
+            ("refs/tags/v1", "upstream-incomplete"),
+        }
+        for fault in result.faults:
+            assert "upstream is shallow: commits of 2 refs lack their parents" in fault.reason
+        for name in ("main", "refs/heads/main", "v1", tip):
+            found = await it.mirrors.resolve_public(NAME, name)
+            assert found.replaces == tip
+            assert found.tree == git(path, "rev-parse", f"{tip}^{{tree}}")
+            assert found.line == (found.commit,)
+        git(it.mirrors.path(NAME), "fsck", "--strict", "--no-dangling")
+        again = await it.mirrors.sync(NAME, retry_faults=True)
+        assert (again.changed, again.kept_count) == (False, 1)
+        git(path, "fetch", "--quiet", "--unshallow", source.url)
+        assert not (await it.mirrors.sync(NAME, retry_faults=True)).faults
+        assert (await it.mirrors.resolve(NAME, "main")).commit == tip
+
+    house.run(body)
 
 
 def test_the_complete_refs_of_a_shallow_upstream_are_mirrored(
@@ -68,9 +92,9 @@ def test_the_complete_refs_of_a_shallow_upstream_are_mirrored(
     async def body(it: House) -> None:
         await it.mirrors.add("owner/name", f"file://{path}")
         result = await it.mirrors.sync(NAME)
-        assert [(it.ref, it.code) for it in result.faults] == [
-            ("refs/heads/main", "upstream-incomplete")
-        ]
+        (fault,) = result.faults
+        assert (fault.ref, fault.code) == ("refs/heads/main", "upstream-incomplete")
+        assert "upstream is shallow: 1 commit lacks its parents" in fault.reason
         assert (await it.mirrors.resolve(NAME, "whole")).commit == whole
 
     house.run(body)

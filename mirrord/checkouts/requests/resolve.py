@@ -54,10 +54,11 @@ class Naming(Enum):
 
 
 class ResolvedRequest(NamedTuple):
-    """What a request names."""
+    """What a request names. `lacks_past`: upstream is shallow, and lacks the commit's parents."""
 
     mirror: MirrorName
     base: Base
+    lacks_past: bool = False
 
     def of_instance(self, row: InstanceRow) -> "ResolvedRequest":
         base = replace(self.base, instance=row.public_id, dataset=row.dataset, workdir=row.workdir)
@@ -86,7 +87,8 @@ class Resolver:
     prepare_image: ImagePreparer
 
     def __post_init__(self) -> None:
-        self._trees: LRUCache[tuple[str, str], str] = LRUCache(_CACHED)
+        # tree, and whether it lacks its past
+        self._trees: LRUCache[tuple[str, str], tuple[str, bool]] = LRUCache(_CACHED)
         self._public: LRUCache[tuple[str, str], None] = LRUCache(_CACHED)
 
     async def resolve_start(self, request: StartCheckout, naming: Naming) -> ResolvedRequest:
@@ -143,8 +145,19 @@ class Resolver:
     ) -> History:
         """Return how much of the past to show: `asked`, or `default` within the dataset's limit.
 
-        Raises AccessError if an agent asks for more than the limit.
+        Raises AccessError if an agent asks for more than the limit, and CommitUnservableError where
+        there is no past to show.
         """
+        if found.lacks_past:
+            if asked is not None and asked is not History.SQUASHED:
+                raise errors.CommitUnservableError(
+                    f"cannot show {found.base.instance or found.base.commit} with history {asked}:"
+                    " upstream is shallow, and lacks the parents of this commit",
+                    hint="ask for squashed; or run `git fetch --unshallow` upstream and sync the"
+                    " mirror",
+                    commit=found.base.commit,
+                )
+            return History.SQUASHED
         limit = None
         if view is View.AGENT:
             limit = await self.datasets.find_history_limit(found.mirror, found.base.commit)
@@ -223,9 +236,10 @@ class Resolver:
         return self._cache(name, found)
 
     async def _resolve_commit(self, name: MirrorName, commitish: str) -> ResolvedRequest:
-        tree = self._trees.get((name.key, commitish))
-        if tree is not None:
-            return ResolvedRequest(name, Base(commit=CommitId(commitish), tree=tree))
+        known = self._trees.get((name.key, commitish))
+        if known is not None:
+            tree, lacks_past = known
+            return ResolvedRequest(name, Base(commit=CommitId(commitish), tree=tree), lacks_past)
         return self._cache(name, await self.mirrors.resolve(name, commitish))
 
     def _cache(self, name: MirrorName, found: Resolved) -> ResolvedRequest:
@@ -241,8 +255,10 @@ class Resolver:
                     objects=[oid],
                 )
         self.learn(name, found)
-        self._trees[name.key, found.commit] = found.tree
-        return ResolvedRequest(name, Base(commit=found.commit, tree=found.tree))
+        lacks_past = found.replaces is not None
+        self._trees[name.key, found.commit] = found.tree, lacks_past
+        base = Base(commit=found.commit, tree=found.tree)
+        return ResolvedRequest(name, base, lacks_past)
 
     # -- prepared layers and environments ----------------------------------------------------------
 

@@ -228,13 +228,22 @@ _TIME = re.compile(rb"^committer .*> (-?\d+)", re.MULTILINE)
 _HEX = re.compile(r"[0-9a-fA-F]{4,40}")
 
 
+WITHOUT_PARENTS = b"mirrord-without-parents "
+"""The header of a commit that stands for one of a shallow upstream, before that one's id."""
+_REPLACES = re.compile(rb"(?m)^%s([0-9a-f]{40})$" % WITHOUT_PARENTS)
+
+
 class CommitInfo(NamedTuple):
-    """`time` is the committer date, in seconds since the epoch."""
+    """`time` is the committer date, in seconds since the epoch.
+
+    `replaces` is the commit of a shallow upstream that it stands for.
+    """
 
     commit: CommitId
     tree: str
     parents: tuple[CommitId, ...]
     time: int
+    replaces: CommitId | None = None
 
 
 def resolve(git_dir: Path, commitish: str) -> Resolved:
@@ -249,7 +258,7 @@ def resolve(git_dir: Path, commitish: str) -> Resolved:
         except CorruptObjectError:
             near = ()
         refused = tuple(_refused(objects, git_dir, found.tree))
-        return Resolved(found.commit, found.tree, found.time, near, refused)
+        return Resolved(found.commit, found.tree, found.time, near, refused, found.replaces)
 
 
 def _refused(objects: Objects, git_dir: Path, tree: str) -> Iterator[tuple[str, str]]:
@@ -325,9 +334,16 @@ def read_commit(objects: Objects, commitish: str) -> CommitInfo:
 
 def _info(commit: str, data: bytes) -> CommitInfo:
     tree, parents = _links(data)
-    time = _TIME.search(data.partition(b"\n\n")[0])
+    head = data.partition(b"\n\n")[0]
+    time, replaces = _TIME.search(head), _REPLACES.search(head)
     ids = tuple(CommitId(parent.hex()) for parent in parents)
-    return CommitInfo(CommitId(commit.lower()), tree.hex(), ids, int(time[1]) if time else 0)
+    return CommitInfo(
+        CommitId(commit.lower()),
+        tree.hex(),
+        ids,
+        int(time[1]) if time else 0,
+        CommitId(replaces[1].decode()) if replaces else None,
+    )
 
 
 def _find(repository: pygit2.Repository, name: str) -> str | None:
