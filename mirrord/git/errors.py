@@ -97,7 +97,17 @@ _UPSTREAM_RULES = (
         " rarely",
     ),
     _UpstreamRule(
-        {500, 502, 503, 504},
+        {500},
+        r"returned error: 500",
+        errors.UpstreamUnavailableError,
+        # git http-backend tells its own log alone why it cannot open a repository
+        "nothing was changed; the host is asked again after a pause. If only this repository is"
+        " answered so, git cannot open it there: it belongs to another user than the server's"
+        " (safe.directory), has a format that this git does not know (reftable), or is damaged; the"
+        " web server's log says which",
+    ),
+    _UpstreamRule(
+        {502, 503, 504},
         r"returned error: 5\d\d|unable to handle this request|due to load|service unavailable"
         r"|temporarily unavailable|could not resolve|failed to connect|couldn't connect"
         r"|unable to connect|connection (?:refused|reset|closed)|no route to host"

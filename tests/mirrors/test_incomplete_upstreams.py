@@ -144,6 +144,8 @@ def test_plain_files_are_no_server(house: Builder, make_upstream: Callable[..., 
          " from remote repository."), "upstream-auth", "safe.directory"),
         (("fatal: unknown repository extension found:\n\trefstorage\nfatal: Could not read from"
          " remote repository."), "upstream-incomplete", "reftable"),
+        ("fatal: unable to access 'https://h/x/': The requested URL returned error: 500\n",
+         "upstream-unavailable", "safe.directory"),
     ],
 )  # fmt: skip
 def test_what_a_server_says_of_itself_is_named(stderr: str, code: str, said: str) -> None:

@@ -113,15 +113,17 @@ def test_a_password_is_read_before_each_exchange(
         written(file, f"{PASSWORD}2\n")
         assert (await it.mirrors.sync(NAME)).changed
 
-        def rotate() -> None:  # in the middle of each exchange, which makes four requests at most
-            if len(forge.requests) % 5 == 0:
-                forge.password = f"{PASSWORD}{len(forge.requests)}"
+        def rotate() -> None:
+            if len(forge.requests) == last:
+                forge.password = f"{PASSWORD}{last}"
                 written(file, forge.password)
 
         forge.on_request = rotate
-        for _ in range(5):
+        for number in range(1, 5):  # the request of a sync before which the token ends
             upstream.history(1)
+            last = len(forge.requests) + number
             assert (await it.mirrors.sync(NAME)).changed
+            assert forge.password == f"{PASSWORD}{last}"
 
     house.run(body)
 
