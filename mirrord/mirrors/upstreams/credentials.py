@@ -162,7 +162,8 @@ class Credentials:
                 answer["username"] = entry.username
             return answer
         if entry.github_app:
-            token = await self._tokens.get(entry, _runner(entry))
+            await to_thread.run_sync(_check_file, entry, "key_file", entry.github_app.key_file)
+            token = await self._tokens.get(entry, _runner(entry, entry.github_app.key_file))
             return {"username": "x-access-token", "password": token}
         path = entry.password_file
         if entry.systemd:
@@ -232,13 +233,17 @@ def _check_files(entry: CredentialSettings) -> None:
         path: Path | None = getattr(entry, key)
         if path is None or (key == "known_hosts" and entry.accept_new and not path.exists()):
             continue
-        try:
-            open_plain(path).close()
-        except OSError as error:
-            hint = f"make {path} a file that the daemon's user (uid {os.geteuid()}) can read"
-            raise unusable(entry, f"{key} {path}: {error.strerror}", hint) from error
+        _check_file(entry, key, path)
     if entry.ca_file or entry.client_cert:
         _check_certificates(entry)
+
+
+def _check_file(entry: CredentialSettings, key: str, path: Path) -> None:
+    try:
+        open_plain(path).close()
+    except OSError as error:
+        hint = f"make {path} a file that the daemon's user (uid {os.geteuid()}) can read"
+        raise unusable(entry, f"{key} {path}: {error.strerror}", hint) from error
 
 
 def _check_certificates(entry: CredentialSettings) -> None:
@@ -290,9 +295,11 @@ def _no_password() -> str:
 # -- commands -------------------------------------------------------------------------------------
 
 
-def _runner(entry: CredentialSettings) -> github_app.Run:
+def _runner(entry: CredentialSettings, key: Path) -> github_app.Run:
+    hint = f"{key} must be a private RSA key of the App, in PEM and without a passphrase"
+
     async def run(*argv: str, stdin: bytes) -> bytes:
-        return await _output(entry, argv, stdin)
+        return await _output(entry, argv, stdin, hint)
 
     return run
 
@@ -301,14 +308,17 @@ async def _run(entry: CredentialSettings, command: tuple[str, ...], url: str) ->
     """Run a command with git-credential's question on stdin."""
     parts = urlsplit(url)
     question = f"protocol={parts.scheme}\nhost={parts.netloc}\npath={parts.path.lstrip('/')}\n\n"
-    return await _output(entry, command, question.encode())
+    hint = f"run it by hand as uid {os.geteuid()}: it prints a password, or username= and password="
+    return await _output(entry, command, question.encode(), hint)
 
 
 # as git is started: without the ambient capabilities that systemd gives to the daemon
 _UNPRIVILEGED = ("setpriv", "--ambient-caps=-all", "--pdeathsig", "KILL")
 
 
-async def _output(entry: CredentialSettings, argv: tuple[str, ...], stdin: bytes) -> bytes:
+async def _output(
+    entry: CredentialSettings, argv: tuple[str, ...], stdin: bytes, hint: str
+) -> bytes:
     """Run a program within a deadline; it has the daemon's environment."""
     program = shutil.which(argv[0], path=search_path())
     if program is None:
@@ -323,7 +333,6 @@ async def _output(entry: CredentialSettings, argv: tuple[str, ...], stdin: bytes
                 child.signal(signal.SIGKILL)
                 return
 
-    hint = f"run it by hand as uid {os.geteuid()}: it prints a password, or username= and password="
     try:
         with in_memory(stdin) as file, anyio.fail_after(COMMAND_TIMEOUT.total_seconds()):
             process = start([*_UNPRIVILEGED, program, *argv[1:]], dict(os.environ), Path("/"), file)

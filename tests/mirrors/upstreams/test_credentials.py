@@ -410,5 +410,12 @@ def test_a_github_app_asks_for_tokens_and_renews_them(tmp_path: Path, forge: For
                 await it.mirrors.sync(NAME)
             assert "App 12" in (caught.value.hint or "")
             assert "ghs_" not in str(caught.value.problem())
+            key.write_text("no key")
+            with pytest.raises(CredentialUnusableError) as caught:
+                await it.mirrors.sync(NAME)
+            assert f"{key} must be a private RSA key" in (caught.value.hint or "")
+            key.unlink()
+            with pytest.raises(CredentialUnusableError, match=f"key_file {key}: No such file"):
+                await it.mirrors.sync(NAME)
 
         house.run(body)
