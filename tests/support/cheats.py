@@ -398,16 +398,14 @@ CHEATS = [
 
 
 def of_each_kind() -> list[Cheat]:
-    """One for each rule or contradiction, runner and effect, and others up to 64, by MIRRORD_SEED."""
+    """One for each rule or contradiction, runner and effect, by MIRRORD_SEED."""
     if os.environ.get("MIRRORD_CHEATS") == "all":
         return CHEATS
     kinds: dict[tuple[str, str, bool], list[Cheat]] = {}
     for cheat in CHEATS:
         kinds.setdefault((cheat.by, cheat.runner, cheat.passes), []).append(cheat)
     chance = random.Random(os.environ.get("MIRRORD_SEED", "17"))
-    chosen = [chance.choice(kind) for kind in kinds.values()]
-    others = [cheat for cheat in CHEATS if cheat not in chosen]
-    return chosen + chance.sample(others, max(0, 64 - len(chosen)))
+    return [chance.choice(kind) for kind in kinds.values()]
 
 
 def together() -> list[Cheat]:
