@@ -193,7 +193,8 @@ class _LayersScan(Scan):
             except (CorruptObjectError, OSError) as error:
                 fact = f"it cannot be read: {error}"
             if fact:
-                yield RootLeak(kind="unreadable", path=f"{objects}{name}", detail=fact)
+                # of the repository: what is left of it could be indexed again
+                yield RootLeak(kind="unreadable", path=at or ".", detail=f"{name}: {fact}")
 
     def _judge(self, at: str, ids: Collection[bytes]) -> Iterator[RootLeak]:
         outside = self._future.outside(ids)
@@ -218,8 +219,12 @@ class _LayersScan(Scan):
 
 
 def as_paths(leaks: Iterable[RootLeak]) -> list[str]:
-    """Return the paths to hide, of files and of git directories, without those within others."""
-    paths = {leak.path.partition("!")[0] for leak in leaks}
+    """Return the paths to hide, of files and of git directories, without those within others.
+
+    A `!` is before the member of an archive, or in a name: both are named.
+    """
+    parts = [leak.path.split("!") for leak in leaks]
+    paths = {"!".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}
     if "." in paths:  # a root that is a repository: without objects it is none
         paths = paths - {"."} | {"objects"}
     return sorted(path for path in paths if not any(each in paths for each in _above(path)))
