@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from .lifecycle import Lifecycle
 LAYERS_LIMIT = 128
 _STACK_LIMIT = 16  # layers of layers: an overlay takes 64, a template has up to 18
 _ROUNDS = 5
-_TIMEOUT = timedelta(minutes=5)
+_SYNCED_EACH = 256  # flushing 2,000 files one by one took 1.6 s, the whole host 9 ms
 
 
 def layer_name(digest: str) -> str:
@@ -353,10 +353,13 @@ class PreparedLayers:
         path = self._path(record)
         new = path.with_suffix(".new")
         with full_disk_named(f"layer {record.saved.name}"):
-            for layer in record.layers:
-                sync_tree(self.layers.path(layer))
-            if (repository := path.with_suffix(".git")).exists():
-                sync_tree(repository)
+            if record.copied["files"] > _SYNCED_EACH:
+                os.sync()
+            else:
+                for layer in record.layers:
+                    sync_tree(self.layers.path(layer))
+                if (repository := path.with_suffix(".git")).exists():
+                    sync_tree(repository)
             try:
                 fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
                 with opened(fd):
