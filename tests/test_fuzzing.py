@@ -17,6 +17,7 @@ from daemons import Daemon, daemon
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mirrord.bundles.bundle_file import read_header
 from mirrord.cli.main import run
 from mirrord.config import Settings, setting_keys
 from mirrord.datasets.fields import parse_mapping
@@ -29,7 +30,6 @@ from mirrord.errors import (
     InvalidRequestError,
     UsageError,
 )
-from mirrord.mirrors.bundle_file import read_header
 from mirrord.patches.parse import NeedsGitError, named_paths, parse
 from mirrord.patches.repairs import recount, to_lf, unwrap
 from mirrord.runs.prediction_file import read_predictions

@@ -19,6 +19,7 @@ import anyio.to_thread
 from .. import __version__, config, telemetry
 from ..audit.readiness import ReadinessCount
 from ..audit.service import Audits
+from ..bundles.service import Bundles
 from ..catalog import Catalog
 from ..checkouts.overlay import find_overlay
 from ..checkouts.volumes import Volumes
@@ -42,7 +43,6 @@ from ..host.trash import Trash, remove_trees
 from ..jobs.events import Events
 from ..jobs.operations import Operations
 from ..jobs.watch import Watch, is_complete_name, signature_of
-from ..mirrors.bundles import Bundles
 from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import default_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now

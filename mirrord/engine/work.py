@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from ..audit.service import Audits
+from ..bundles.bundle_file import read_header
+from ..bundles.service import Bundles
 from ..catalog import Catalog
 from ..config import Settings
 from ..datasets.service import DatasetFile, Datasets
@@ -26,8 +28,6 @@ from ..fleet import with_obstore
 from ..git.command import low_priority
 from ..heal.repair import Heals
 from ..jobs.operations import Operations, Work
-from ..mirrors.bundle_file import read_header
-from ..mirrors.bundles import Bundles
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName, shown
 from ..protocol import (

@@ -15,11 +15,11 @@ from pathlib import Path
 from anyio import to_thread
 
 from .. import errors
+from ..bundles.service import Bundles, sort_refs
 from ..catalog import Generation
 from ..errors import host_error
 from ..git.packs import PackIndex, pack_trailer
 from ..host.room import Room
-from ..mirrors.bundles import Bundles, sort_refs
 from ..mirrors.quarantine import Quarantine
 from ..mirrors.refs import followed_refs
 from ..mirrors.repository import Repository

@@ -16,9 +16,9 @@ from pathlib import Path
 from anyio import to_thread
 
 from .. import errors, protocol
+from ..bundles.service import Bundles
 from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
 from ..host.files import read_plain
-from ..mirrors.bundles import Bundles
 from ..mirrors.refs import lasting_refs, write_durably
 from ..mirrors.repository import Repository
 from ..mirrors.sharing import MirrorClaim, Sharing

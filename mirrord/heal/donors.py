@@ -21,6 +21,8 @@ from ..audit.damage import unreadable
 from ..audit.defects import TIMEOUT
 from ..audit.examine import borrow_from, make_repository
 from ..audit.reading import OBJECT_ID, object_kinds
+from ..bundles.bundle_file import BundleHeader, index_bundle, read_header
+from ..bundles.service import BundleRefs, sort_refs
 from ..catalog import MirrorRow
 from ..errors import (
     CorruptObjectError,
@@ -33,8 +35,6 @@ from ..fleet import with_obstore
 from ..git.command import Git, GitResult, lines_of, run_git_sync
 from ..git.fsck import STRICT
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
-from ..mirrors.bundle_file import BundleHeader, index_bundle, read_header
-from ..mirrors.bundles import BundleRefs, sort_refs
 from ..mirrors.quarantine import DAMAGED, within_room
 from ..mirrors.repository import Repository
 from ..mirrors.service import Mirrors

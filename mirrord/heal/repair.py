@@ -32,9 +32,9 @@ from ..audit.examine import (
 )
 from ..audit.object_files import find_bad_files
 from ..audit.refs import RefFiles, read_ref_files
+from ..bundles.service import must_be_history
 from ..catalog import MirrorRow
 from ..git.lfs import OBJECTS
-from ..mirrors.bundles import must_be_history
 from ..mirrors.history import RESTARTED, columns_of, list_records, write_record
 from ..mirrors.lfs import fetch_again
 from ..mirrors.refs import followed_refs

@@ -13,12 +13,12 @@ from exchanges import Node
 from gitrepos import Upstream
 from mirror_parts import NAME, Builder, House
 
+from mirrord.bundles.service import Bundles
 from mirrord.catalog import Generation
 from mirrord.errors import StoreDamagedError
 from mirrord.fleet import service
 from mirrord.fleet.generations import pack_key, read_manifest
 from mirrord.fleet.objects import ObjectStore
-from mirrord.mirrors.bundles import Bundles
 from mirrord.mirrors.refs import followed_refs
 
 pytestmark = pytest.mark.slow

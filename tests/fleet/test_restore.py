@@ -12,6 +12,7 @@ import pytest
 from gitrepos import Upstream, git
 from mirror_parts import NAME, Builder, House
 
+from mirrord.bundles.service import Bundles
 from mirrord.catalog import DatasetHead, Generation, InstanceRow, encode_row
 from mirrord.errors import ClaimLostError, StoreDamagedError
 from mirrord.fleet.exchange import Exchange
@@ -19,7 +20,6 @@ from mirrord.fleet.generations import list_published, pack_key, read_generation,
 from mirrord.fleet.objects import ObjectStore
 from mirrord.fleet.restore import Restoration
 from mirrord.fleet.service import Fleet
-from mirrord.mirrors.bundles import Bundles
 from mirrord.mirrors.repository import PINS
 from mirrord.model import CommitId, CommitRole, Direction, parse_dataset_name
 

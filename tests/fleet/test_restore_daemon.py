@@ -17,11 +17,11 @@ from mirror_parts import Builder, House
 from typed import typed
 from waiting import until
 
+from mirrord.bundles.service import Bundles
 from mirrord.catalog import Generation
 from mirrord.fleet.exchange import Exchange
 from mirrord.fleet.generations import list_published, manifest_key, pack_key, read_manifest
 from mirrord.fleet.objects import ObjectStore
-from mirrord.mirrors.bundles import Bundles
 from mirrord.model import MirrorName
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]

@@ -15,8 +15,8 @@ from gitrepos import Upstream, git
 from heal_parts import Furnished, House, flip, refs_of, truncate, write
 
 from mirrord import Client
+from mirrord.bundles.bundle_file import header_bytes
 from mirrord.cli.main import run
-from mirrord.mirrors.bundle_file import header_bytes
 from mirrord.mirrors.history import list_records
 from mirrord.mirrors.repository import HISTORY
 from mirrord.model import AuditLevel, CommitState

@@ -12,13 +12,13 @@ from anyio.from_thread import BlockingPortal
 from gitrepos import Upstream, git
 
 from mirrord.audit.service import Audits
+from mirrord.bundles.service import Bundles
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, encode_row
 from mirrord.config import Settings, UpstreamSettings
 from mirrord.git.command import Git
 from mirrord.heal.repair import Heals
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
-from mirrord.mirrors.bundles import Bundles
 from mirrord.mirrors.repository import HISTORY, PINS
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import (

@@ -26,14 +26,11 @@ from ..errors import InvalidBundleError, MirrordError, MirrorNotFoundError, full
 from ..git.command import lines_of
 from ..git.packs import PackIndex
 from ..host.files import sync_directory, sync_tree
-from ..model import CommitId, MirrorName, utc_now
-from ..protocol import BundleImported, ProgressSink, RefChange
-from ..quoting import unquote_name
-from . import bundle_file, history, lfs
-from .maintenance import remove_stale_files, size_bytes
-from .pins import pin_ref, read_pins
-from .quarantine import accept_objects, within_room
-from .refs import (
+from ..mirrors import history, lfs
+from ..mirrors.maintenance import remove_stale_files, size_bytes
+from ..mirrors.pins import pin_ref, read_pins
+from ..mirrors.quarantine import accept_objects, within_room
+from ..mirrors.refs import (
     Moves,
     commit,
     directories_of,
@@ -43,8 +40,12 @@ from .refs import (
     lasting_refs,
     summarise,
 )
-from .repository import HISTORY, KEPT, OURS, Refs, Repository
-from .service import Mirrors
+from ..mirrors.repository import HISTORY, KEPT, OURS, Refs, Repository
+from ..mirrors.service import Mirrors
+from ..model import CommitId, MirrorName, utc_now
+from ..protocol import BundleImported, ProgressSink, RefChange
+from ..quoting import unquote_name
+from . import bundle_file
 
 # -- the refs of a bundle, merged into those of a mirror -------------------------------------------
 #

@@ -18,6 +18,7 @@ from gitrepos import Upstream, git
 from waiting import until
 
 from mirrord import Client
+from mirrord.bundles.bundle_file import header_bytes, read_header
 from mirrord.cli.main import run
 from mirrord.errors import (
     InvalidBundleError,
@@ -26,7 +27,6 @@ from mirrord.errors import (
     NotFoundError,
     UsageError,
 )
-from mirrord.mirrors.bundle_file import header_bytes, read_header
 from mirrord.model import View
 from mirrord.protocol import Progress
 

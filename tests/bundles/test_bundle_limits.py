@@ -16,10 +16,10 @@ from gitrepos import Upstream
 from waiting import until
 
 from mirrord import Client
+from mirrord.bundles.bundle_file import header_bytes, unbundle
 from mirrord.errors import DiskFullError, InvalidBundleError
 from mirrord.git.command import Git
 from mirrord.host.processes import memory_limit_bytes
-from mirrord.mirrors.bundle_file import header_bytes, unbundle
 from mirrord.mirrors.repository import Repository
 from mirrord.model import MirrorName
 

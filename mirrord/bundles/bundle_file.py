@@ -21,12 +21,12 @@ from ..git.command import lines_of
 from ..git.fsck import STRICT
 from ..host.files import open_plain
 from ..host.processes import memory_limit_bytes
+from ..mirrors.quarantine import STREAM_BIG_FILES
+from ..mirrors.repository import Refs, Repository
+from ..mirrors.upstreams.upstream import public_url
 from ..model import MirrorName, parse_dataset_name, shown
 from ..protocol import Dataset, ProgressSink, RowFault
 from ..quoting import decode_name, encode_name, quote_name
-from .quarantine import STREAM_BIG_FILES
-from .repository import Refs, Repository
-from .upstreams.upstream import public_url
 
 # -- header and pack ----------------------------------------------------------------------------
 

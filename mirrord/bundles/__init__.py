@@ -1,0 +1,1 @@
+"""Mirrors as single files."""
