@@ -5,7 +5,7 @@ A first clone is made in quarantine and renamed, so a mirror that exists is comp
 
 import re
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -406,13 +406,16 @@ class Mirrors(Inventory):
 
         Returns what the mirror has in the place of each. The caller pins it.
         """
-        row = await self.get(str(name))
         wanted = [oid for oid, reason in refused.items() if is_shallow(reason)]
+        if not wanted:
+            return {}
+        row, parentless = await self.get(str(name)), dict[str, CommitId]()
         upstream = parse_upstream(row.url)
         async with self.lock(row.name):
             fetcher = self._fetcher(self.repository(row.name), upstream, None)
-            async with self._hosts.turn(upstream.host):
-                parentless = await fetch_parentless(fetcher, wanted)
+            with suppress(errors.UpstreamError, errors.GitFailedError):  # they stay refused
+                async with self._hosts.turn(upstream.host):
+                    parentless = await fetch_parentless(fetcher, wanted)
         return {CommitId(oid): commit for oid, commit in parentless.items()}
 
     async def fetch_into(
