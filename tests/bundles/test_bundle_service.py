@@ -21,7 +21,7 @@ from mirrord import Client
 from mirrord.bundles.bundle_file import header_bytes, read_header
 from mirrord.cli.main import run
 from mirrord.errors import (
-    InvalidBundleError,
+    InvalidRequestError,
     MirrordError,
     NoDaemonError,
     NotFoundError,
@@ -267,7 +267,7 @@ def test_an_incremental_bundle_holds_what_is_new(pair: Pair) -> None:
     later = pair.root / "later.bundle"
     made = pair.bundle(since=first.record, file=later)
     assert made.record != first.record
-    with pytest.raises(InvalidBundleError) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         pair.take(later)
     assert "builds on" in caught.value.message
     pair.take()
@@ -402,7 +402,7 @@ def test_a_damaged_bundle_changes_nothing(pair: Pair) -> None:
         lambda _: b"",
     ):
         pair.file.write_bytes(damage(whole))
-        with pytest.raises(InvalidBundleError) as caught:
+        with pytest.raises(InvalidRequestError) as caught:
             pair.take()
         assert caught.value.exit_status == 2
     with Client(pair.other.socket) as client:
@@ -504,7 +504,7 @@ def test_a_bundle_of_plain_git_becomes_a_mirror(pair: Pair) -> None:
     """If the request names its mirror; without one, the error has a hint."""
     file = pair.root / "plain.bundle"
     pair.upstream.git("bundle", "create", "--quiet", str(file), "--all", "HEAD")
-    with pytest.raises(InvalidBundleError) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         pair.take(file)
     assert "--mirror" in (caught.value.hint or "")
     assert pair.take(file, mirror="some/thing")["created"]

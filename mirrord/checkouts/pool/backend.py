@@ -232,12 +232,11 @@ class PoolBackend:
 
     async def _make_environment(self, lease: Lease, trash: Path) -> None:
         """Have the environment beside the tree as the lease says; take one away that it lacks."""
-        prefix = self._prefix(lease, trash)
         if lease.base.environment is not None:
-            await self.workers.run(make_prefix, prefix, timeout=_TIMEOUT)
-        elif prefix.path.exists():
-            gone = new_trash(lease.directory)
-            prefix.path.rename(gone)
+            await self.workers.run(make_prefix, self._prefix(lease, trash), timeout=_TIMEOUT)
+        elif (left := lease.directories.public / ENVIRONMENT).exists():
+            gone = new_trash(lease.directories.public)
+            left.rename(gone)
             self.trash.add(gone)
 
     def _prefix(self, lease: Lease, trash: Path) -> Prefix:
