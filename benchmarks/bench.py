@@ -31,13 +31,7 @@ import neighbours
 import scale
 import soak
 from audits import Audited
-from load import (
-    kernel_alone,
-    lean_clients,
-    python_client,
-    tasks_of_one_client,
-    tasks_of_streams,
-)
+from load import kernel_alone, lean_clients, python_client, tasks_of_one_client, tasks_of_streams
 from measured_daemon import MIRROR, Daemon
 from plain_trees import PlainTrees
 from rehearsals import rehearse

@@ -11,14 +11,7 @@ from ..model import AuditLevel
 from ..protocol import Audit, AuditPart, Receipt, Report
 from .database import lock, upsert
 from .mirrors import M
-from .schema import (
-    JudgementRow,
-    ReceiptRow,
-    audits,
-    judgements,
-    receipts,
-    reports,
-)
+from .schema import JudgementRow, ReceiptRow, audits, judgements, receipts, reports
 
 _KEPT = 200  # newest audits, reports and receipts; daily audits of half a year
 

@@ -3,9 +3,7 @@
 from sqlalchemy import Connection, or_, select
 
 from .database import insert_of, upsert
-from .schema import (
-    changes,
-)
+from .schema import changes
 
 MIRROR = "mirror/"
 """Prefix of a mirror's key in the key of its claim, and in the topic of its changes."""

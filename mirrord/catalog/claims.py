@@ -14,11 +14,7 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, func, or_, selec
 from .changes import MIRROR
 from .clock import clock_ms, to_ms
 from .database import insert_of, lock
-from .schema import (
-    Claim,
-    HeldClaim,
-    claims,
-)
+from .schema import Claim, HeldClaim, claims
 
 REPAIR = "repair/"
 """Prefix of a mirror's key in the claim to repair its newest generation in the store."""

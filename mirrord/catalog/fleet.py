@@ -15,15 +15,7 @@ from .changes import MIRROR, note_changes
 from .claims import new_claim
 from .clock import clock_ms, to_ms
 from .database import insert_of, lock
-from .schema import (
-    Generation,
-    NodeRow,
-    claims,
-    closures,
-    generations,
-    mirrors,
-    nodes,
-)
+from .schema import Generation, NodeRow, claims, closures, generations, mirrors, nodes
 
 _NODE_TTL_MS = 30 * 24 * 3600 * 1000
 

@@ -13,16 +13,7 @@ from ..model import CommitId, MirrorName
 from ..protocol import Message
 from .changes import MIRROR, note_changes
 from .database import upsert
-from .schema import (
-    MirrorRow,
-    PinRow,
-    claims,
-    datasets,
-    judgements,
-    mirrors,
-    pins,
-    recorded,
-)
+from .schema import MirrorRow, PinRow, claims, datasets, judgements, mirrors, pins, recorded
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)

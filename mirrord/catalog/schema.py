@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from ..model import (
-    AuditLevel,
-    CommitId,
-    CommitRole,
-    DatasetName,
-    Direction,
-    History,
-    MirrorName,
-)
+from ..model import AuditLevel, CommitId, CommitRole, DatasetName, Direction, History, MirrorName
 from ..protocol import AuditPart, Receipt, RowFault
 from ..quoting import as_utf8, quote_name, unquote_name
 

@@ -5,11 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from ..changes.copying import CopyLimits, CopyRule, Taken
-from ..errors import (
-    ConflictError,
-    LimitReachedError,
-    NotFoundError,
-)
+from ..errors import ConflictError, LimitReachedError, NotFoundError
 from ..model import CheckoutId, LayerId, shown
 from .backend import CheckoutBackend
 from .layers import Layers

@@ -26,13 +26,7 @@ from ..errors import (
 )
 from ..host.files import grant_search, opened, read_plain, write_all
 from ..host.trash import TRASH_PREFIX
-from ..model import (
-    Backend,
-    CheckoutId,
-    LayerId,
-    new_checkout_id,
-    shown,
-)
+from ..model import Backend, CheckoutId, LayerId, new_checkout_id, shown
 from ..telemetry import log
 from .lease import Directories, Lease, LeaseState, from_json, to_json
 

@@ -22,15 +22,7 @@ from ..host.mount_tables import Visible
 from ..host.peers import Peer, Process
 from ..host.trash import Trash
 from ..mirrors.service import Mirrors
-from ..model import (
-    ApplyStrategy,
-    Backend,
-    CommitRole,
-    DiffFormat,
-    Direction,
-    History,
-    LayerId,
-)
+from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History, LayerId
 from ..telemetry import elapsed_s, log
 from ..templates.builder import StoreBuilder
 from ..templates.store import StoreKey, find_leaks
@@ -43,13 +35,7 @@ from .patching import DiffAnswer, Patches
 from .pool.backend import PoolBackend
 from .prepared import LayerRecord, PreparedLayers
 from .receipts import Receipts, report
-from .requests.admission import (
-    Leasing,
-    checkout_fields,
-    copied_of,
-    must_be_live,
-    snapshot_of,
-)
+from .requests.admission import Leasing, checkout_fields, copied_of, must_be_live, snapshot_of
 from .requests.quotas import Quotas
 from .requests.resolve import Resolver
 

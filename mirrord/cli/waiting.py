@@ -7,13 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from ..errors import (
-    IntegrityError,
-    MirrordError,
-    NotFoundError,
-    ResourceError,
-    from_problem,
-)
+from ..errors import IntegrityError, MirrordError, NotFoundError, ResourceError, from_problem
 from ..protocol import (
     RESULTS,
     Answer,

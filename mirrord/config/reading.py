@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import toml
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..errors import InvalidConfigError

@@ -5,24 +5,10 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    StrictBool,
-    StrictInt,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, StrictInt
 from pydantic_core import PydanticCustomError
 
-from ..model import (
-    AuditLevel,
-    Backend,
-    History,
-    ObjectSource,
-    Policy,
-    SteeringKind,
-)
+from ..model import AuditLevel, Backend, History, ObjectSource, Policy, SteeringKind
 from ..places import default_socket, default_state_dir
 from . import values
 from .credentials import CredentialSettings, one_each

@@ -19,11 +19,7 @@ from pydantic import (
 )
 
 from ..errors import MirrordError
-from ..model import (
-    FindingKind,
-    MirrorName,
-    shown,
-)
+from ..model import FindingKind, MirrorName, shown
 from ..units import format_duration, format_size, parse_duration, parse_size
 
 

@@ -16,16 +16,7 @@ from ..catalog import InstanceRow
 from ..errors import InvalidCommitError, InvalidDatasetError
 from ..model import CommitId, CommitRole, Direction, History, parse_commit, shown
 from ..protocol import FormatInfo
-from .fields import (
-    OWNERS,
-    STANDARD,
-    URLS,
-    Columns,
-    Fields,
-    RawFields,
-    RowError,
-    find_value,
-)
+from .fields import OWNERS, STANDARD, URLS, Columns, Fields, RawFields, RowError, find_value
 from .guessing import guess_mapping
 from .unwrapping import (
     INSTANCE_DICT,

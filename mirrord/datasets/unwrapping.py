@@ -10,13 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..model import shown
-from .fields import (
-    RawFields,
-    RowError,
-    find_value,
-    full_commits,
-    parse_json,
-)
+from .fields import RawFields, RowError, find_value, full_commits, parse_json
 
 Note = Callable[[str], None]
 

@@ -19,13 +19,7 @@ from ..config import Settings
 from ..errors import MirrordError
 from ..host.files import opened
 from ..host.mount_tables import find_mount
-from ..host.mounts import (
-    attach,
-    make_overlay,
-    may_mount,
-    replace,
-    umount,
-)
+from ..host.mounts import attach, make_overlay, may_mount, replace, umount
 from ..host.room import measure
 from .checks import Result, existing, judge
 

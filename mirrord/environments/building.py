@@ -23,12 +23,7 @@ import anyio.to_thread
 from .. import protocol
 from ..checkouts.prepared import layer_name
 from ..checkouts.service import Checkouts
-from ..errors import (
-    EnvironmentFailedError,
-    LimitReachedError,
-    TooLargeError,
-    full_disk_named,
-)
+from ..errors import EnvironmentFailedError, LimitReachedError, TooLargeError, full_disk_named
 from ..host.peers import Peer, own_process
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, MirrorName

@@ -44,17 +44,7 @@ from ..model import AuditLevel, FindingKind, MirrorName
 from ..protocol import Audit, Progress, ProgressSink, Repair
 from ..telemetry import log
 from ..units import Backoff
-from .donors import (
-    SALVAGED,
-    STORE,
-    Donor,
-    DonorBundle,
-    Donors,
-    Transfer,
-    lend,
-    open_store,
-    salvage,
-)
+from .donors import SALVAGED, STORE, Donor, DonorBundle, Donors, Transfer, lend, open_store, salvage
 from .publish import DamagedFiles, RefPlan, plan_refs, publish
 
 # of a mirror whose heal failed: each attempt may fetch it whole from upstream

@@ -13,13 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from verifiers.v1.errors import SandboxError
-from verifiers.v1.runtimes import (
-    DockerConfig,
-    DockerRuntimeInfo,
-    ProgramResult,
-    Runtime,
-    register,
-)
+from verifiers.v1.runtimes import DockerConfig, DockerRuntimeInfo, ProgramResult, Runtime, register
 
 from .. import AsyncSandbox, MirrordError
 from . import open_sandbox

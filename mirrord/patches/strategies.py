@@ -57,15 +57,7 @@ from .parse import (
     split_binary,
 )
 from .pointers import move
-from .repairs import (
-    has_crlf_headers,
-    recount,
-    squeeze_blanks,
-    strip_blanks,
-    to_crlf,
-    to_lf,
-    unwrap,
-)
+from .repairs import has_crlf_headers, recount, squeeze_blanks, strip_blanks, to_crlf, to_lf, unwrap
 
 _TIMEOUT = timedelta(minutes=4)
 # what is written is read at once and removed: a flush of each of 20 files took 100 ms

@@ -22,11 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias
 
 from .. import protocol
-from ..errors import (
-    CheckoutNotFoundError,
-    PathNotFoundError,
-    UsageError,
-)
+from ..errors import CheckoutNotFoundError, PathNotFoundError, UsageError
 from ..model import Backend, Isolation, shown
 from ..places import ACTIVATE, PROGRAMS, TESTBED, read_workdir
 from . import gitremote

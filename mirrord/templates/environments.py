@@ -20,12 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import (
-    ConflictError,
-    LimitReachedError,
-    NotFoundError,
-    full_disk_named,
-)
+from ..errors import ConflictError, LimitReachedError, NotFoundError, full_disk_named
 from ..host.files import (
     CREATE,
     entries_in,
@@ -39,13 +34,7 @@ from ..host.files import (
 )
 from ..host.trash import TRASH_PREFIX, Trash, new_trash, remove_tree
 from ..jsontext import loads
-from ..model import (
-    ENVIRONMENT_KEY,
-    TREE_DEPTH_LIMIT,
-    TREE_PATH_LIMIT_BYTES,
-    EnvironmentName,
-    shown,
-)
+from ..model import ENVIRONMENT_KEY, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, EnvironmentName, shown
 from ..places import ENVIRONMENT, TESTBED
 from ..telemetry import log
 from ..trees.relocation import Relocation

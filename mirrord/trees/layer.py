@@ -9,9 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import (
-    full_disk_named,
-)
+from ..errors import full_disk_named
 from ..host.files import (
     CREATE,
     make_whiteout,
@@ -24,16 +22,7 @@ from ..host.files import (
 )
 from ..host.processes import ActingAs
 from ..host.trash import TrashDirectory
-from .manifest import (
-    DIRECTORY,
-    NO_OBJECT,
-    SUBMODULE,
-    SYMLINK,
-    Entry,
-    Manifest,
-    blob_id,
-    clock_ns,
-)
+from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, SYMLINK, Entry, Manifest, blob_id, clock_ns
 from .reader import TreeReader, file_id, parents
 from .relocation import Relocation
 from .scan import is_control

@@ -30,15 +30,7 @@ from ..host.files import (
     shown_path,
 )
 from ..host.processes import ActingAs, Owner, may_forge_ctimes
-from .manifest import (
-    DIRECTORY,
-    SYMLINK,
-    Entries,
-    Entry,
-    Manifest,
-    clock_ns,
-    stat_tuple,
-)
+from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
 from .reader import TreeReader, content_id
 
 _CONTROL = b".git"

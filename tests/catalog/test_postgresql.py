@@ -24,10 +24,7 @@ from mirrord import config
 from mirrord.catalog import Catalog
 from mirrord.catalog.database import Database, read_revision
 from mirrord.catalog.schema import HEAD
-from mirrord.errors import (
-    CatalogUnavailableError,
-    InvalidConfigError,
-)
+from mirrord.errors import CatalogUnavailableError, InvalidConfigError
 from mirrord.workers.pool import Workers
 
 pytestmark = pytest.mark.slow

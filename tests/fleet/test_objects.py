@@ -14,12 +14,7 @@ from typing import ClassVar
 
 import pytest
 
-from mirrord.errors import (
-    InvalidUrlError,
-    ResourceError,
-    StoreDamagedError,
-    StoreUnavailableError,
-)
+from mirrord.errors import InvalidUrlError, ResourceError, StoreDamagedError, StoreUnavailableError
 from mirrord.fleet.objects import Blob, ObjectStore
 
 

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
-from ...model import (
-    ApplyStrategy,
-    DiffFormat,
-    FoundStrategy,
-    ObjectSource,
-    Target,
-    View,
-    shown,
-)
+from ...model import ApplyStrategy, DiffFormat, FoundStrategy, ObjectSource, Target, View, shown
 from ...protocol import Checkout, RestoreAnswer
 from ...quoting import quote_name, unquote_name
 from ...units import when

@@ -16,15 +16,7 @@ from ...quoting import legible
 from ...runs.rehearsals import Results
 from .. import running
 from ..output import cell, count, listing, table
-from ..session import (
-    Argument,
-    Option,
-    OwnerOption,
-    Session,
-    read_duration,
-    read_jobs,
-    read_owner,
-)
+from ..session import Argument, Option, OwnerOption, Session, read_duration, read_jobs, read_owner
 
 _REPORT_HELP = "Write the results as a page (.html); repeatable."
 _RUN_HELP = "Run the tests in the environment, before and after the gold patch."

@@ -15,12 +15,7 @@ from typing import Any, NamedTuple
 import pygit2
 from pygit2.enums import DescribeStrategy, ObjectType, Option, RepositoryOpenFlag
 
-from ...errors import (
-    CommitNotFoundError,
-    CorruptObjectError,
-    DamagedMirrorError,
-    GitFailedError,
-)
+from ...errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError, GitFailedError
 from ...host.files import read_plain
 from ...model import FIRST_PARENTS_LIMIT, CommitId, Resolved, shown
 from ...quoting import encode_name, quote_name

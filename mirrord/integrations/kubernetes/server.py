@@ -12,12 +12,7 @@ from ... import __version__
 from ...errors import InvalidRequestError, MirrordError, NoDaemonError
 from . import csi_pb2 as csi
 from . import csi_pb2_grpc as services
-from .volumes import (
-    PodVolumes,
-    PublishedElsewhereError,
-    PublishedOtherwiseError,
-    read_attributes,
-)
+from .volumes import PodVolumes, PublishedElsewhereError, PublishedOtherwiseError, read_attributes
 
 NAME = "csi.mirrord.dev"
 _MODES = csi.VolumeCapability.AccessMode

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 import anyio
 import pytest
 
-from mirrord.errors import (
-    GitFailedError,
-    MirrordError,
-    UpstreamAuthError,
-)
+from mirrord.errors import GitFailedError, MirrordError, UpstreamAuthError
 from mirrord.mirrors.upstreams.upstream import find_bad
 
 

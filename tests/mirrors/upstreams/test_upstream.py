@@ -5,11 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from mirrord.errors import (
-    InvalidUrlError,
-    UpstreamThrottledError,
-    UpstreamUnavailableError,
-)
+from mirrord.errors import InvalidUrlError, UpstreamThrottledError, UpstreamUnavailableError
 from mirrord.mirrors.upstreams.upstream import HostLimits, parse_upstream, upstream_url
 from mirrord.model import MirrorName
 
