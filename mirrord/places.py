@@ -22,6 +22,7 @@ PROGRAMS = "/opt/mirrord/bin"
 SANDBOX_HOME = "/home/testbed"
 _SYSTEM = re.compile(r"/(?:bin|boot|dev|etc|lib[0-9a-z]*|proc|sbin|sys|usr)(?:/|$)")
 _TMP = ("/tmp", "/var/tmp")  # noqa: S108
+# `x` is any name: /run and /tmp would hide what is in them, a directory below them hides nothing
 _OWN = (ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED, "/run/x", *(f"{tmp}/x" for tmp in _TMP))
 
 
@@ -30,6 +31,7 @@ def read_workdir(text: str) -> str:
 
     A path in the tree, such as /testbed/docs, is a directory to work in.
     """
+    # normpath keeps two slashes at the beginning, whose meaning POSIX leaves open
     path = os.path.normpath(text).replace("//", "/")
     if not text.startswith("/") or not text.isprintable() or len(text) > 200:
         raise ValueError("is not an absolute path of at most 200 printable characters")
@@ -65,6 +67,7 @@ def find_config_path() -> Path | None:
 def default_state_dir() -> Path:
     """Return systemd's StateDirectory=, for root /var/lib/mirrord, else below XDG_STATE_HOME."""
     if given := os.environ.get("STATE_DIRECTORY"):
+        # several directories are separated by colons (systemd.exec(5))
         return Path(given.partition(":")[0])
     if os.geteuid() == 0:
         return Path("/var/lib/mirrord")

@@ -68,7 +68,7 @@ def bind_request(identity: str) -> None:
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
     """Hide `secrets`, credentials in URLs, and the values of words such as `token=`."""
     if "@" in text:
-        text = _URL.sub(lambda found: without_userinfo(found[0]), text)
+        text = _URL.sub(lambda match: without_userinfo(match[0]), text)
     if "=" in text:
         text = _QUERY.sub(r"\1***", text)
     if "=" in text or ":" in text:
@@ -143,6 +143,7 @@ def configure(
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=lambda *_: writer,
+        # so that a reload changes the level of loggers that exist
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()
@@ -207,6 +208,7 @@ class _Buffer:
             self.flush()
 
 
+# one for the process, however often it is configured
 _buffer = cache(_Buffer)
 
 
@@ -245,10 +247,10 @@ class _LineWriter:
 def priority(level: str, out: TextIO) -> str:
     """Return the level's prefix (sd-daemon(3)) if `out` is the journal, else an empty string."""
     try:
-        found = os.fstat(out.fileno())
+        st = os.fstat(out.fileno())
     except (OSError, ValueError):
         return ""
-    is_journal = os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    is_journal = os.environ.get("JOURNAL_STREAM") == f"{st.st_dev}:{st.st_ino}"
     return f"<{_PRIORITIES[level]}>" if is_journal else ""
 
 

@@ -145,9 +145,9 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 def _read_holder(lock: int) -> dict[str, Any]:
     """Return facts about the holder, or nothing if it has not written them yet."""
     try:
-        facts = json.loads(os.pread(lock, 4096, 0))
-        started_at = datetime.fromisoformat(facts["started_at"]).isoformat(timespec="seconds")
-        return {"pid": int(facts["pid"]), "uid": int(facts["uid"]), "started_at": started_at}
+        written = json.loads(os.pread(lock, 4096, 0))
+        started_at = datetime.fromisoformat(written["started_at"]).isoformat(timespec="seconds")
+        return {"pid": int(written["pid"]), "uid": int(written["uid"]), "started_at": started_at}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -209,12 +209,14 @@ def listen_for_docker() -> Listener:
 
 
 def _bind(path: Path, mode: int) -> Listener:
+    # the staged name ends with our pid, at most 2²² (proc_sys_kernel(5))
     if len(os.fsencode(path)) > _PATH_LIMIT - len(".4194304"):
         raise errors.InvalidConfigError(
             f"cannot listen at {path}: the path is longer than {_PATH_LIMIT} bytes",
             hint="choose a shorter `socket`",
         )
     _refuse_occupied(path)
+    # gets its name when it has its mode and listens: no client meets one that refuses it
     staged = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -331,7 +333,7 @@ class Daemon:
         """
         volumes, self._volumes_fault = self._listeners.volumes, None
         if not self._engine.settings().docker.volumes:
-            for listener in [each for each in volumes if each.inode is not None]:
+            for listener in [bound for bound in volumes if bound.inode is not None]:
                 driver.stop_accepting()
                 listener.remove()
                 volumes.remove(listener)

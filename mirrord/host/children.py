@@ -52,6 +52,7 @@ def start(
             stdin=stdin,
             stdout=stdout,
             stderr=PIPE,
+            # an empty raw pipe reads as None, and no buffer hides bytes from the event loop
             bufsize=0,
             start_new_session=True,
         )
@@ -101,6 +102,7 @@ class Child:
             finally:
                 self.signal(signal.SIGKILL)
                 for pipe in self._pipes:
+                    # epoll(7) forgets what is closed: a task that waits for it would wait for ever
                     anyio.notify_closing(pipe)
                     pipe.close()
             await self.wait()

@@ -20,6 +20,7 @@ from ..model import shown
 from ..quoting import decode_name, quote_name
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a pipe would wait for its writer; O_NOCTTY: a terminal could become ours
 FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -163,11 +164,13 @@ def open_own(directory: int, name: bytes, flags: int) -> int:
         return open_beneath(directory, name, flags)
     except PermissionError:
         with opened(open_beneath(directory, name, _PATH)) as place:
+            # fchmod(2) of an O_PATH descriptor is EBADF, and the name may be another file's by now
             mode, itself = os.fstat(place).st_mode, f"/proc/self/fd/{place}"
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 raise
             os.chmod(itself, stat.S_IMODE(mode) | (0o700 if stat.S_ISDIR(mode) else 0o400))
             try:
+                # a name in /proc/self/fd is a link itself: with O_NOFOLLOW it is ELOOP
                 return os.open(itself, flags & ~os.O_NOFOLLOW)
             finally:
                 if stat.S_ISREG(mode):
@@ -252,6 +255,7 @@ def set_link_owner(
         if not stat.S_ISLNK(st.st_mode) or st.st_uid != maker:
             fact = f"cannot make link {shown_path(name)}: another process replaced it"
             raise errors.CheckoutBusyError(fact, hint="stop the processes in the checkout")
+        # leads to the symbolic link of this descriptor, and not on to that link's target
         itself = f"/proc/self/fd/{fd}"
         if owner != (st.st_uid, st.st_gid):
             os.chown(itself, *owner)
@@ -275,6 +279,7 @@ def mounted_on(path: bytes) -> errors.CheckoutBusyError:
 
 def unlock(directory: int, name: bytes) -> None:
     """Clear the flags and modes that prevent `name` from being removed or renamed."""
+    # no name can be removed from an immutable or append-only directory either
     clear_flags(directory)
     st = find_stat(directory, name)
     if st is None or not (stat.S_ISREG(st.st_mode) or stat.S_ISDIR(st.st_mode)):
@@ -312,6 +317,7 @@ def read_flags(fd: int) -> int:
         if error.errno not in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
         return 0
+    # ioctl_iflags(2): declared with a long, but the kernel reads and writes an int
     return int(struct.unpack("L", answer)[0]) & 0xFFFFFFFF
 
 
@@ -340,16 +346,16 @@ def copy_bytes(source: int, sink: int, size: int) -> None:
         fcntl.ioctl(sink, _FICLONE, source)
         os.ftruncate(sink, min(size, os.fstat(sink).st_size))  # it may have grown meanwhile
         return
-    at = 0
+    offset = 0
     try:
-        while at < size and (copied := os.copy_file_range(source, sink, size - at, at)):
-            at += copied
+        while offset < size and (copied := os.copy_file_range(source, sink, size - offset, offset)):
+            offset += copied
     except OSError as error:
         if error.errno not in _NO_COPY:
             raise
-    while at < size and (data := os.pread(source, min(size - at, 1 << 20), at)):
+    while offset < size and (data := os.pread(source, min(size - offset, 1 << 20), offset)):
         write_all(sink, data)
-        at += len(data)
+        offset += len(data)
 
 
 def sync_directory(path: Path) -> None:
@@ -390,6 +396,7 @@ def has_room(path: Path) -> bool:
         disk = os.statvfs(path)
     except OSError:
         return True
+    # f_files is 0 where inodes are not limited, as on btrfs
     return disk.f_bavail * disk.f_frsize >= _LEAST_BYTES and (disk.f_favail > 0 or not disk.f_files)
 
 

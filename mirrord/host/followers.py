@@ -37,6 +37,7 @@ class Followers:
         while it is detached; seen on Linux 6.18).
         """
         with opened(os.open(name, mounts.DIRECTORY, dir_fd=above)) as top:
+            # nothing is mounted on it, so this is the bare directory itself
             if mounts.mount_id(top) == mounts.mount_id(above):
                 return mounts.clone_with(top, _FOLLOWING, mounts.AT_RECURSIVE)
             if in_user_namespace():
@@ -45,6 +46,7 @@ class Followers:
         with (
             opened(mounts.clone_mount(above)) as uncovered,
             opened(os.open(name, mounts.DIRECTORY, dir_fd=uncovered)) as same,
+            # open_by_handle_at(2) takes no O_PATH descriptor for the mount, which `above` is
             opened(os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=above)) as place,
             opened(_open_by_handle(same, place)) as covered,
         ):
@@ -101,10 +103,10 @@ def _open_by_handle(directory: int, place: int) -> int:
     Needs CAP_DAC_READ_SEARCH in the first user namespace.
     """
     handle, mount = _FileHandle(128), ctypes.c_int()
-    at, itself = ctypes.byref(handle), ctypes.byref(mount)
-    if _libc.name_to_handle_at(directory, b"", at, itself, _AT_EMPTY_PATH) < 0:
+    pointer, itself = ctypes.byref(handle), ctypes.byref(mount)
+    if _libc.name_to_handle_at(directory, b"", pointer, itself, _AT_EMPTY_PATH) < 0:
         raise mounts.refused("name", "a directory", ctypes.get_errno())
-    fd = int(_libc.open_by_handle_at(place, at, os.O_PATH | os.O_CLOEXEC))
+    fd = int(_libc.open_by_handle_at(place, pointer, os.O_PATH | os.O_CLOEXEC))
     if fd < 0 and ctypes.get_errno() == errno.EPERM:
         raise BackendUnavailableError(
             "cannot open a directory by its handle: not permitted",

@@ -56,9 +56,9 @@ def visible_to(pid: int, directory: Path) -> Visible:
         if (mount := _find_own_mount(directory)) is None:
             return Visible.UNKNOWN
         place = os.path.normpath(f"{mount.root}/{os.path.relpath(directory, mount.at)}")
-        for each in _iter_mounts(pid):
-            if each.device == mount.device and _is_within(place, each.root):
-                if each.groups & mount.groups:
+        for seen in _iter_mounts(pid):
+            if seen.device == mount.device and _is_within(place, seen.root):
+                if seen.groups & mount.groups:
                     return Visible.MOUNTS
                 visible = Visible.FILES
     except OSError:
@@ -96,8 +96,8 @@ def find_left_behind(checkouts: Path) -> dict[int, str]:
 def find_mount(path: Path) -> Mount:
     """Return the mount of a path, by name: on btrfs a file's device number is not its mount's."""
     place = str(path.resolve())
-    above = [each for each in read_mounts() if _is_within(place, each.at)]
-    return max(reversed(above), key=lambda each: len(each.at))  # the last of several at one place
+    above = [mount for mount in read_mounts() if _is_within(place, mount.at)]
+    return max(reversed(above), key=lambda mount: len(mount.at))  # the last of several at one place
 
 
 def read_overlays() -> set[str]:
@@ -127,6 +127,7 @@ def _iter_fields(pid: int | str) -> Iterator[list[bytes]]:
 
 
 def _mount_of(fields: list[bytes]) -> Mount:
+    # proc_pid_mountinfo(5): six fields, any number of tags, `-`, then type, source and options
     end = fields.index(b"-", 6)
     tags = [tag.partition(b":") for tag in fields[6:end]]
     groups = frozenset(group for kind, _, group in tags if kind in (b"shared", b"master"))
@@ -139,7 +140,7 @@ def _mount_of(fields: list[bytes]) -> Mount:
 def _unescape(field: bytes) -> str:
     """Decode a path of mountinfo: space, tab, newline and backslash are octal."""
     if b"\\" in field:
-        field = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field)
+        field = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field)
     return os.fsdecode(field)
 
 

@@ -138,9 +138,9 @@ class GuardedMounter:
 
     def close_sent(self, descriptors: Sequence[int]) -> None:
         """Close descriptors that were sent, except those that `show` needs."""
-        for each in descriptors:
-            if each not in self._pending.values():
-                os.close(each)
+        for descriptor in descriptors:
+            if descriptor not in self._pending.values():
+                os.close(descriptor)
 
     def drop_pending(self) -> None:
         """Close the overlays that were made and not attached."""
@@ -159,6 +159,8 @@ class GuardedMounter:
     def _check_lease(self, stack: ExitStack, checkout: str, owner: Owner) -> None:
         """Refuse unless the checkout's lease, or the one being written, names this owner."""
         private = self._open(stack, f"leases/{checkout}")
+        # a reset has resetting.json in place of lease.json; the first lease of a checkout that is
+        # being made gets its name at the end
         for name in (b"lease.json.new", b"resetting.json", b"lease.json"):
             with suppress(FileNotFoundError), opened(open_regular(private, name)) as file:
                 terms = loads(os.read(file, 64 * 1024))["terms"]
@@ -179,10 +181,10 @@ class GuardedMounter:
 
     def _check_templates(self, templates: int) -> None:
         """Refuse templates of another owner, whose files would be shown as a third user's."""
-        found = os.fstat(templates)
-        if (found.st_uid, found.st_gid) != self._daemon:
+        st = os.fstat(templates)
+        if (st.st_uid, st.st_gid) != self._daemon:
             raise errors.AccessError(
-                f"cannot mount: templates belong to uid {found.st_uid}, gid {found.st_gid}, not to"
+                f"cannot mount: templates belong to uid {st.st_uid}, gid {st.st_gid}, not to"
                 " the daemon",
                 hint=f"chown them to {self._daemon[0]}:{self._daemon[1]}",
             )
@@ -212,6 +214,7 @@ def _smallest(name: str) -> int:
         for line in text.splitlines():
             if line.split()[:1] == [name]:
                 return max(1, int(line.split()[1]))
+    # shadow's own default, for a file without the line (login.defs(5))
     return 1000
 
 
@@ -268,9 +271,9 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
                 tuple(map(str, layers)),
                 None if request["owner"] is None else _owner(request["owner"]),
             )
-            for each in order.layers:
-                if each != PROBE_LAYER:
-                    _matching(_LAYER[order.target], each)
+            for layer in order.layers:
+                if layer != PROBE_LAYER:
+                    _matching(_LAYER[order.target], layer)
             return [mounter.make(order)]
         case "clone":
             checkout = _matching(_CHECKOUT, request["checkout"])
@@ -301,7 +304,7 @@ def _number(value: object) -> int:
 
 def _owner(value: Any) -> Owner:
     uid, gid = value  # TypeError or ValueError unless it is a pair
-    if not all(type(each) is int and 0 <= each <= _ID_MAX for each in (uid, gid)):
+    if not all(type(number) is int and 0 <= number <= _ID_MAX for number in (uid, gid)):
         raise ValueError(value)
     return uid, gid
 
@@ -337,6 +340,7 @@ def _answer(connection: socket.socket, mounter: GuardedMounter, message: bytes) 
 
 def _accept(listener: socket.socket, user: int, selector: selectors.BaseSelector) -> None:
     connection, _ = listener.accept()
+    # one thread serves all: a peer that does not read must not hold it up
     connection.setblocking(False)
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)
@@ -362,7 +366,9 @@ def _send(connection: socket.socket, reply: Mapping[str, Any], descriptors: list
 
 def listen(path: Path, uid: int) -> socket.socket:
     """Listen at `path`, where only `uid` and root can connect."""
+    # keeps the boundaries of messages: one recv is one request
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # left by one that was killed; bind(2) would be EADDRINUSE
     path.unlink(missing_ok=True)
     before = os.umask(0o177)
     try:
@@ -384,8 +390,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     user, daemon = options.user, None
     with suppress(KeyError):
-        found = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
-        daemon = found.pw_uid, found.pw_gid
+        entry = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
+        daemon = entry.pw_uid, entry.pw_gid
     if daemon is None and user.isdecimal():
         daemon = int(user), int(user)
     sockets = list(take_sockets().values())

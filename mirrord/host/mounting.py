@@ -171,6 +171,7 @@ class RemoteMounter:
             try:
                 answer, descriptors = self._exchange(message)
             except OSError as error:
+                # a late answer would be taken for that of the next request
                 self._disconnect()
                 fact = f"cannot ask the mount service at {self._path}: {error.strerror or error}"
                 if isinstance(error, _UNREACHABLE):

@@ -117,8 +117,8 @@ def _create_over(context: int, lower: Sequence[int]) -> None:
     the file system is created.
     """
     if KERNEL >= (6, 7):
-        for each in lower:
-            _configure(context, _FSCONFIG_SET_STRING, "lowerdir+", descriptor_path(each))
+        for layer in lower:
+            _configure(context, _FSCONFIG_SET_STRING, "lowerdir+", descriptor_path(layer))
         _configure(context, _FSCONFIG_CMD_CREATE)
         return
     joined = ":".join(map(str, lower))
@@ -132,6 +132,7 @@ def _create_over(context: int, lower: Sequence[int]) -> None:
 
     def create() -> None:
         try:
+            # else chdir(2) would change the working directory of all threads
             if _libc.unshare(_CLONE_FS):
                 raise refused("leave", "the working directory", ctypes.get_errno())
             os.chdir("/proc/self/fd")
@@ -189,6 +190,7 @@ def umount(target: str) -> None:
 
 def umount_unused(target: str) -> None:
     """Unmount `target` unless it is in use."""
+    # EBUSY is no fault: the next start finds it bound already
     _libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW)
 
 
@@ -299,6 +301,8 @@ def set_attributes(mount: int, attributes: MountAttributes, how: int = 0) -> Non
 
 def _unmount(target: str) -> bool:
     """Unmount the topmost mount; False if there is none."""
+    # in use it would be EBUSY without MNT_DETACH; NOFOLLOW, because who can put a link in the place
+    # of the target would choose what root unmounts
     if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW) == 0:
         return True
     if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOENT):

@@ -86,6 +86,7 @@ def make_userns(stored: Owner, seen: Owner) -> int:
             number = answer[0] if answer else errno.EIO
             raise OSError(number, os.strerror(number))
         for kind, inside, outside in (("uid", stored[0], seen[0]), ("gid", stored[1], seen[1])):
+            # mount_setattr(2) takes the ids inside as those on the disk, and shows those outside
             Path(f"/proc/{child}/{kind}_map").write_text(f"{inside} {outside} 1\n", "ascii")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -152,11 +153,11 @@ class MappedTemplates:
     def _take(self, templates: int, owner: Owner) -> _Mapped:
         st = os.fstat(templates)
         with self._lock:
-            known = self._known.get(owner)
-            if known is not None and known.source == st.st_ino:
+            kept = self._known.get(owner)
+            if kept is not None and kept.source == st.st_ino:
                 self._known[owner] = self._known.pop(owner)
-                known.users += 1
-                return known
+                kept.users += 1
+                return kept
         # not under the lock, because it forks
         userns = make_userns(self._stored or (st.st_uid, st.st_gid), owner)
         try:
@@ -169,8 +170,9 @@ class MappedTemplates:
             except BaseException:
                 os.close(clone)
                 raise
-            if known := self._known.pop(owner, None):
-                self._end(known)
+            # another thread may have made one meanwhile; one in use ends with its last user
+            if earlier := self._known.pop(owner, None):
+                self._end(earlier)
             mapped = self._known[owner] = _Mapped(clone, st.st_ino, attached, users=1)
             if len(self._known) > self.MAX:
                 self._end(self._known.pop(next(iter(self._known))))

@@ -117,8 +117,9 @@ class Access:
 
     def user_of(self, uid: int) -> int:
         """Return the user of a subordinate uid, so that a user with 65,536 of them counts once."""
-        at = bisect_right(self._subuids, (uid, 1 << 32, 0)) - 1
-        first, count, user = self._subuids[at] if at >= 0 else (0, 0, 0)
+        # 2³² is above every count, so a range that begins with this uid is found too
+        index = bisect_right(self._subuids, (uid, 1 << 32, 0)) - 1
+        first, count, user = self._subuids[index] if index >= 0 else (0, 0, 0)
         return user if first <= uid < first + count else uid
 
     @property
@@ -175,19 +176,20 @@ class Owners:
             key, look_up = (owner, None), partial(_of_admin, owner)
         elif self._settings().access.owners == "subuid" and not self._access.is_admin(owner):
             key = owner, peer.uid
+        # peers choose the keys: an administrator may name any uid
         if time.monotonic() - self._known_since > _REMEMBERED_S or len(self._known) > 10_000:
             self._known.clear()
             self._known_since = time.monotonic()
         if key is not None and key not in self._known:
             self._known[key] = await anyio.to_thread.run_sync(look_up)
-        if key is None or (found := self._known[key]) is None:
+        if key is None or (pair := self._known[key]) is None:
             raise AccessError(
                 f"cannot make a checkout for uid {owner}: you may not ask for that uid",
                 hint='administrators may ask for any; with [access] owners = "subuid" a member '
                 "may ask for the uids that /etc/subuid gives to it",
                 owner=owner,
             )
-        return found
+        return pair
 
     def _of_member(self, owner: int, peer: Peer) -> Owner | None:
         """Pair with the gid at the same offset in /etc/subgid, or the member's own gid."""
@@ -317,6 +319,7 @@ def _started_s(pid: int) -> float:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return 0.0
+    # field 22 of proc_pid_stat(5); the second, a name in parentheses, may have blanks and `)` too
     return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
 
 

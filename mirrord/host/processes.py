@@ -223,11 +223,12 @@ def passing_capabilities() -> Iterator[None]:
     sets = ctypes.create_string_buffer(_CAP_SETS.size)
     _must(_libc.capget(_CAP_HEADER, sets))
     mine = _CAP_SETS.unpack(sets)
-    inherited = *mine[:2], sum(1 << each for each in _GIVING), *mine[3:]
+    # only what is permitted and inheritable can be ambient (capabilities(7))
+    inherited = *mine[:2], sum(1 << capability for capability in _GIVING), *mine[3:]
     _must(_libc.capset(_CAP_HEADER, _CAP_SETS.pack(*inherited)))
     try:
-        for each in _GIVING:
-            _must(_libc.prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, int(each), 0, 0))
+        for capability in _GIVING:
+            _must(_libc.prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, int(capability), 0, 0))
         yield
     finally:
         drop_passed_capabilities()
@@ -335,6 +336,7 @@ class ActingAs:
             raise
 
     def _become_self(self) -> None:
+        # first, because setfsuid(2) and setgroups(2) need capabilities that were dropped
         if self._drops:
             _must(_libc.capset(_CAP_HEADER, _CAP_SETS.pack(*self._mine)))
         if self._changes:

@@ -20,6 +20,7 @@ def take_sockets() -> dict[str, socket.socket]:
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     if pid != str(os.getpid()) or not count.isdecimal():
         return {}
+    # SD_LISTEN_FDS_START; before systemd 227 there are no names
     descriptors = range(3, 3 + int(count))
     names += [f"unknown{n}" for n in range(len(names), len(descriptors))]
     taken = ((name, _find_listener(fd)) for name, fd in zip(names, descriptors, strict=False))
@@ -81,6 +82,7 @@ class Notifier:
     def _send(self, *assignments: str) -> None:
         if not self._address:
             return
+        # a newline in a status would begin another assignment
         lines = "\n".join(line.replace("\n", " ") for line in assignments)
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:

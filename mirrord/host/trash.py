@@ -72,6 +72,7 @@ class Trash:
         self._remove_in_worker = remove_in_worker
         self._whose = whose
         self._backlogs: Counter[Hashable] = Counter()
+        # they wait for the disk more than for a processor; two were no faster (docs/limits.md)
         self._threads = ThreadPoolExecutor(8, "trash")
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[tuple[Path, ...], asyncio.Future[bool]] = {}
@@ -128,7 +129,7 @@ class Trash:
         """Retry the failed removals; True if nothing is left."""
         # `remove` may add to it in another thread: each entry is taken, the dictionary stays
         failed = [(paths, self._failed.pop(paths)) for paths in list(self._failed)]
-        await asyncio.gather(*(self._try(*each) for each in failed))
+        await asyncio.gather(*(self._try(*entry) for entry in failed))
         return not self._failed
 
     async def close(self) -> None:
@@ -169,17 +170,17 @@ class Trash:
 
     async def _sweep(self) -> None:
         while batch := [*self._waiting][:_BATCH]:
-            paths = [path for each in batch for path in each]
+            paths = [path for entry in batch for path in entry]
             try:
                 problems = await self._remove_in_worker(paths)
             except MirrordError as error:
                 problems = dict.fromkeys(paths, error.message)
             for path, problem in problems.items():
                 log.warning("removal.failed", path=str(path), problem=problem)
-            for each in batch:
-                waiting = self._waiting.pop(each)
+            for entry in batch:
+                waiting = self._waiting.pop(entry)
                 if not waiting.done():
-                    waiting.set_result(problems.keys().isdisjoint(each))
+                    waiting.set_result(problems.keys().isdisjoint(entry))
 
 
 class TrashDirectory:
@@ -258,9 +259,9 @@ def remove(directory: int, name: bytes) -> None:
                 _empty(directory, moved[-1], directory, moved)
     except BaseException:
         with suppress(OSError), opened(open_child(directory, name)) as fd:
-            for each in moved[1:]:
+            for aside in moved[1:]:
                 with suppress(OSError):
-                    os.rename(each, each, src_dir_fd=directory, dst_dir_fd=fd)
+                    os.rename(aside, aside, src_dir_fd=directory, dst_dir_fd=fd)
         raise
 
 
@@ -278,6 +279,7 @@ def _remove_one(directory: int, name: bytes, *, is_directory: bool = False) -> b
         except FileNotFoundError:
             return True
         except OSError as error:
+            # POSIX allows rmdir EEXIST for ENOTEMPTY; ENOTDIR: its kind changed between two calls
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 return False
             if error.errno == errno.EBUSY:
@@ -295,6 +297,7 @@ def _empty(directory: int, name: bytes, top: int, moved: list[bytes], level: int
     try:
         fd = open_child(directory, name)
     except (FileNotFoundError, NotADirectoryError):
+        # removed or replaced meanwhile: the caller tries once more to remove what has the name
         return
     except OSError as error:
         if error.errno == errno.EXDEV:
@@ -307,6 +310,7 @@ def _empty(directory: int, name: bytes, top: int, moved: list[bytes], level: int
             while not is_gone:
                 if level == _DEPTH:
                     aside = os.fsencode(new_trash(Path()))
+                    # a directory must be writable itself to get another parent (rename(2))
                     unlock(fd, child)
                     os.rename(child, aside, src_dir_fd=fd, dst_dir_fd=top)
                     moved.append(aside)

@@ -98,6 +98,7 @@ def _members(packed: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
     position = 0
     while True:
         packed.seek(position)
+        # a block of zeros ends an archive (tar(5))
         if (block := packed.read(_BLOCK)) == bytes(_BLOCK):
             return
         try:
@@ -110,6 +111,7 @@ def _members(packed: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
         if member.size < 0:
             raise _refused(path, "its archive is damaged: a negative size")
         position = packed.tell() + -(-member.size // _BLOCK) * _BLOCK
+        # GNU tar writes a name of more than 100 bytes as a member of its own, before the member
         if member.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
             names[member.type] = _long_name(packed, member, path)
             continue

@@ -28,6 +28,7 @@ def main(descriptor: int, directory: str, command: list[str]) -> None:
 
     must(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS), "make a user namespace")
     for name, line in (
+        # first: else the kernel refuses an unprivileged gid map (user_namespaces(7))
         ("setgroups", "deny"),
         ("uid_map", f"{uid} {uid} 1"),
         ("gid_map", f"{gid} {gid} 1"),
@@ -41,6 +42,7 @@ def main(descriptor: int, directory: str, command: list[str]) -> None:
     os.close(descriptor)
     # who starts a sandbox wants it to end with itself; a change of credentials may have undone that
     must(libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "end with the parent")
+    # it may have ended before the call above
     if os.getppid() == parent:
         os.execvp(command[0], command)  # noqa: S606
 

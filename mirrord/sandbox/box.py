@@ -37,6 +37,7 @@ from . import attacher, seccomp
 _ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
         "services", "ssl/openssl.cnf", "timezone")  # fmt: skip
 _ETC_OF_NETWORK = ("gai.conf", "hosts", "resolv.conf")
+# evaluation scripts source ACTIVATE, then run `conda activate testbed`
 _SHIM = """\
 conda() {{ :; }}
 export -f conda
@@ -169,7 +170,7 @@ class Box:
                 mode = "0555" if content.startswith(b"#!") else "0444"
                 arguments += "--perms", mode, how, give(content), path
             arguments += "--seccomp", give(seccomp.program()), "--chdir", self.workdir
-            packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
+            packed = give(b"".join(os.fsencode(argument) + b"\0" for argument in arguments))
             shown = showing(self.mount, self.tree.parent)
             given += [] if self.mount is None else [self.mount]
             program = [*become(self.owner), *shown, *_guard(network=self.network), find_bwrap()]
@@ -312,6 +313,7 @@ class Box:
 
 def _programs() -> Iterator[str]:
     yield from ("--ro-bind", "/usr", "/usr")
+    # links where /usr is merged, directories elsewhere
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/", name)
         if path.is_symlink():
@@ -364,8 +366,8 @@ def find_ip() -> str | None:
 
 def find_bwrap() -> str:
     """Return the path of bwrap. Raises BackendUnavailableError if it is not installed."""
-    if found := shutil.which("bwrap"):
-        return found
+    if path := shutil.which("bwrap"):
+        return path
     hint = "install it: `apt-get install bubblewrap`"
     raise BackendUnavailableError("cannot make a sandbox: bwrap is not installed", hint=hint)
 
@@ -388,6 +390,7 @@ def find_obstacle(owner: tuple[int, int] | None = None) -> str | None:
 def explain(stderr: str) -> str:
     """Explain why a sandbox could not be made."""
     text = stderr.strip().removeprefix("bwrap: ") or "it ended at once"
+    # the words of unshare(1) of util-linux, which starts the guard
     if "unshare failed" in text:
         return f"this host does not let users make user namespaces ({text})"
     return text
@@ -429,13 +432,13 @@ class ScratchDirectory:
 
 def sweep_scratch(*, dry_run: bool = False) -> list[str]:
     """Remove this user's unlocked scratch directories, for root those of all; return which."""
-    found = []
+    swept = []
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError), _locked(path):
-            found.append(str(path))
+            swept.append(str(path))
             if not dry_run:
                 shutil.rmtree(path, ignore_errors=True)
-    return found
+    return swept
 
 
 @contextmanager
@@ -443,8 +446,8 @@ def _locked(path: Path) -> Iterator[None]:
     """Lock a directory. Raises OSError if it is another user's, new, or locked."""
     fd = os.open(path, _OPEN)
     try:
-        found = os.fstat(fd)
-        if os.geteuid() not in (0, found.st_uid) or found.st_mtime > time.time() - _NEW_S:
+        st = os.fstat(fd)
+        if os.geteuid() not in (0, st.st_uid) or st.st_mtime > time.time() - _NEW_S:
             raise PermissionError
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

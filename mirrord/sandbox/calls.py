@@ -159,8 +159,11 @@ def box_of(
     """Return the box of a checkout, by default with the checkout's environment and workdir."""
     is_own = lease.owner_uid == os.geteuid()
     image = lease.image if environment is None else None
-    facts = {"MIRRORD_CHECKOUT": lease.id, "MIRRORD_REPOSITORY": lease.mirror.replace("__", "/", 1)}
-    facts |= {"MIRRORD_INSTANCE": lease.instance} if lease.instance else {}
+    identity = {
+        "MIRRORD_CHECKOUT": lease.id,
+        "MIRRORD_REPOSITORY": lease.mirror.replace("__", "/", 1),
+    }
+    identity |= {"MIRRORD_INSTANCE": lease.instance} if lease.instance else {}
     own = environment_of(lease)
     # the environment of a pool tree names its own path and that of the tree
     is_copy = own is not None and environment is None and lease.backend == Backend.POOL
@@ -170,7 +173,7 @@ def box_of(
         is_environment_shared=environment is not None,
         owner=None if is_own else (lease.owner_uid, lease.owner_gid),
         network=network,
-        variables={**facts, **variables},
+        variables={**identity, **variables},
         frozen=frozen,
         workdir=workdir or lease.workdir or (image.tree if image else TESTBED),
         image=image,
@@ -232,7 +235,7 @@ def _identify_mounts(lease: protocol.Checkout, mount: int | None) -> object:
     environment = environment_of(lease, mount)
     paths = [tree, *([environment] if environment else [])]
     try:
-        return lease.borrows, [(found.st_dev, found.st_ino) for found in map(os.stat, paths)]
+        return lease.borrows, [(st.st_dev, st.st_ino) for st in map(os.stat, paths)]
     except PermissionError:  # of a subordinate uid; mountinfo is readable
         return _mounted_at(list(map(str, paths)))
     except FileNotFoundError as error:
@@ -245,7 +248,9 @@ def _identify_mounts(lease: protocol.Checkout, mount: int | None) -> object:
 OUTPUT_BYTES = 16 * 1024 * 1024
 _REPORT_BYTES = 4 * OUTPUT_BYTES  # 0.1 kB for each phase of a test
 _CHUNK = 64 * 1024
+# of two short numbers; an agent can write to that pipe without end
 _STATUS_MAX_BYTES = 100
+# the shell of the room kills the group, and an agent may have stopped that shell
 _KILL_GRACE_S = 2.0
 _KILLED = 128 + signal.SIGKILL
 
@@ -325,6 +330,7 @@ class SandboxCall:
     def _script(self, at: Callable[[str], str]) -> bytes:
         activate = shlex.quote(at(ACTIVATE))
         lines = [
+            # <> waits for no reader of the pipe (fifo(7))
             'echo "$$" 1<>"$0.end"',
             f"[ ! -e {activate} ] || . {activate}",
             *self._exports,

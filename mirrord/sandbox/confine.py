@@ -62,6 +62,7 @@ def _restrict(paths: dict[str, list[str]]) -> None:
     abi = landlock_abi()
     handled = (1 << _RIGHTS.get(abi, 16)) - 1
     attributes = struct.pack("QQQ", handled, 0, _SCOPES if abi >= 6 else 0)
+    # struct landlock_ruleset_attr got its second member with ABI 4, the third with 6
     size = {1: 8, 2: 8, 3: 8, 4: 16, 5: 16}.get(abi, 24)
     made = _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0)
     ruleset = _must(made, "Landlock")
@@ -93,12 +94,14 @@ def _drop_rights(owner: "list[int] | None") -> None:
         os.setresuid(*[owner[0]] * 3)
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     _must(_libc.capset(header, struct.pack("6I", *[0] * 6)), "capabilities")
+    # without it Landlock and filters need CAP_SYS_ADMIN
     _prctl(_NO_NEW_PRIVS, 1, "no_new_privs")
 
 
 def _filter(program: bytes) -> None:
     lines = ctypes.create_string_buffer(program, len(program))
     address = ctypes.addressof(lines)
+    # struct sock_fprog: the number of instructions, 8 bytes each, and their address
     packed = struct.pack("HxxxxxxQ", len(program) // 8, address)
     _prctl(_SECCOMP, _SECCOMP_FILTER, "seccomp", packed)
 
@@ -114,6 +117,7 @@ def _become_command(order: dict, program: bytes) -> None:  # type: ignore[type-a
         if order["paths"] is not None:
             _restrict(order["paths"])
         _filter(program)
+        # Python ignores SIGPIPE and SIGXFSZ, and what is ignored stays so over execve(2)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -159,6 +163,7 @@ def _read(fd: int) -> bytes:
 
 
 def main() -> int:
+    # sigwait(3) needs them blocked; one that comes before it waits is kept
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     order, program = json.loads(_read(int(sys.argv[1]))), _read(int(sys.argv[2]))
     scratch, lock = order["scratch"]  # its lock lives as long as this process

@@ -101,6 +101,7 @@ class DirectBox:
             "variables": self._variables(),
             "command": [*map(self.text, command)],
         }
+        # with the caller's uid, the daemon would take what connects to its socket for the caller
         is_own_uid = self._owner[0] != os.geteuid()
         sockets = seccomp.Sockets.ALL if is_own_uid else seccomp.Sockets.NOT_LOCAL
         sockets = sockets if self._box.network else seccomp.Sockets.NONE
@@ -120,15 +121,15 @@ class DirectBox:
 
     def _variables(self) -> dict[str, str]:
         variables = {name: self.text(value) for name, value in self._box.variables.items()}
-        found = replace(self._box, variables=variables).all_variables(self.at)
+        environ = replace(self._box, variables=variables).all_variables(self.at)
         own = {
             "TMPDIR": self.at("/tmp"),  # noqa: S108
             "GIT_CONFIG_SYSTEM": self.at(_GITCONFIG),
         }
-        found = {**own, "MIRRORD_TREE": self.at(TESTBED), **found}
+        environ = {**own, "MIRRORD_TREE": self.at(TESTBED), **environ}
         if paths := [*self._paths_of_tree()]:
-            found = {"PYTHONPATH": ":".join(paths)} | found
-        return {**found, "MIRRORD_ISOLATION": self.isolation}
+            environ = {"PYTHONPATH": ":".join(paths)} | environ
+        return {**environ, "MIRRORD_ISOLATION": self.isolation}
 
     def _paths_of_tree(self) -> Iterator[str]:
         """Yield what the environment's path files say is in the tree, which is elsewhere here."""
@@ -180,7 +181,7 @@ def isolate(box: Box, demanded: Isolation | None = None) -> Box | DirectBox:
 @cache
 def best(owner: tuple[int, int] | None) -> Isolation:
     """Return the best isolation that is possible here, for commands of an owner."""
-    return next(each for each in Isolation if _refusal(each, owner) is None)
+    return next(isolation for isolation in Isolation if _refusal(isolation, owner) is None)
 
 
 def _refusal(

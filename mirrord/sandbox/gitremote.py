@@ -33,6 +33,7 @@ class AddressRefusedError(Exception):
 
 def main() -> None:
     """Answer git's commands on stdin, see gitremote-helpers(7); argv has remote and address."""
+    # an exit removes the temporary directory and ends a checkout; a death by signal would not
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         sys.exit(_converse(sys.argv[-1]))
@@ -49,6 +50,7 @@ def _converse(address: str) -> int:
                 _answer("\n")  # git uses stdin and stdout from now on
                 return subprocess.run(
                     ["git", "upload-pack", directory],
+                    # git sets GIT_DIR for its helpers; variables can also configure it
                     env={k: v for k, v in os.environ.items() if not k.startswith("GIT_")},
                     check=False,
                 ).returncode

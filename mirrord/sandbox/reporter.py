@@ -55,11 +55,13 @@ def _connect() -> Any:
     here = os.path.dirname(__file__)
     _take_out("PYTEST_ADDOPTS", "-p " + name)
     _take_out("PYTHONPATH", here)
-    sys.path[:] = [each for each in sys.path if each != here]
+    sys.path[:] = [entry for entry in sys.path if entry != here]
+    # not by sys.stdin, which would buffer what comes after the key
     key = os.read(0, 64) if path else b""
     if len(key) != 64:  # a second pytest, such as a worker's or a test's
         return lambda *fields: None
     pipe, pid = os.open(path, os.O_WRONLY), os.getpid()
+    # held here: tests replace functions of modules
     getpid, write, dumps = os.getpid, os.write, json.dumps
 
     def send(*fields: Any) -> None:
@@ -110,6 +112,7 @@ def pytest_collection_finish() -> None:
     _compare()
 
 
+# not `wrapper`, which needs pluggy 1.2
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Any:
     """Remember what the call raised, whatever other hooks make of it."""
@@ -135,15 +138,15 @@ def _look_at(item: Any) -> None:
     """Name what replaced a test, or runs beside it."""
     if _tracers() != _TRACERS:
         _note("tests run under a trace or profile function")
-    code, known = _code_of(getattr(item, "obj", None)), _codes.get(item)
-    if "runtest" in vars(item) or (code is not known and code and _is_of_tree(code.co_filename)):
+    code, before = _code_of(getattr(item, "obj", None)), _codes.get(item)
+    if "runtest" in vars(item) or (code is not before and code and _is_of_tree(code.co_filename)):
         _note(f"{item.nodeid}: its function was replaced")
 
 
 def _caller(item: Any, raised: Any) -> str:
     """Return the file that skipped a test, if it is another than the test's, below the root."""
     frames = [str(frame.path) for frame in raised.traceback]
-    frames = [each for each in frames if _is_of_tree(each)]
+    frames = [path for path in frames if _is_of_tree(path)]
     return _short(frames[-1]) if frames and frames[-1] != _path_of(item) else ""
 
 
@@ -170,6 +173,7 @@ def pytest_runtest_logreport(report: Any) -> None:
     raised, by = _ran.pop((report.nodeid, report.when), (None, ""))
     outcome = report.outcome
     if hasattr(report, "wasxfail"):
+        # so pytest reports them: an expected failure as skipped, an unexpected pass as passed
         outcome = {"skipped": "xfailed", "passed": "xpassed"}.get(outcome, outcome)
     [config] = _configs
     if raised is None and _is_elsewhere(config.option):
@@ -267,6 +271,7 @@ def _note(text: str) -> None:
 
 
 def _path_of(item: Any) -> str:
+    # `path` came with pytest 7
     return str(getattr(item, "path", None) or item.fspath)
 
 

@@ -88,15 +88,16 @@ class Pipes:
 
     def close(self) -> bool:
         """Close all ends; returns True if a background process may still write."""
-        readers = [os.open(f"/proc/self/fd/{each}", _READ) for each in (self.out, self.err)]
+        # our own ends are for writing too, and would count as writers
+        readers = [os.open(f"/proc/self/fd/{end}", _READ) for end in (self.out, self.err)]
         self.close_input()
-        for each in (self.out, self.err, self.end, self.report):
-            os.close(each)
+        for end in (self.out, self.err, self.end, self.report):
+            os.close(end)
         try:
-            return any(_has_writer(each) for each in readers)
+            return any(_has_writer(reader) for reader in readers)
         finally:
-            for each in readers:
-                os.close(each)
+            for reader in readers:
+                os.close(reader)
 
     def remove(self) -> None:
         for path in (self._path, *(f"{self._path}.{name}" for name in _ENDS)):
@@ -175,6 +176,7 @@ class SandboxRoom:
             self.end()
 
     def _send(self, line: str) -> None:
+        # the shell has ended, which who follows the command sees at `life`
         with suppress(BrokenPipeError):
             os.write(self._shell_input, f"{line}\n".encode())
 
@@ -244,6 +246,7 @@ def read_some(stream: int) -> bytes:
 
 
 def _has_writer(reader: int) -> bool:
+    # an empty pipe is EAGAIN as long as somebody has it open for writing, else at its end
     try:
         return bool(os.read(reader, 1))
     except BlockingIOError:
@@ -275,6 +278,7 @@ class Limits:
             self._make_groups(limits)
         except OSError:
             self.remove()
+            # of an ordinary user, or in a container, whose control groups are read-only
             options = {"memory": "data", "pids": "nproc"}
             rlimits = [f"--{options[name]}={limit}" for name, limit in limits.items()]
             self.inside = ["prlimit", *rlimits, "--"]
@@ -287,9 +291,11 @@ class Limits:
     def _make_groups(self, limits: dict[str, int]) -> None:
         parents = self._parents(limits)
         for parent in set(parents.values()):
+            # a client that was killed could not remove its groups
             _sweep(parent)
         name = _NAME.format(os.getpid(), os.urandom(4).hex())
         for controller, parent in parents.items():
+            # in the unified hierarchy both controllers have the same group
             (parent / name).mkdir(mode=0o755, exist_ok=True)
             self._groups[controller] = parent / name
         for controller, limit in limits.items():
@@ -303,6 +309,7 @@ class Limits:
                 if self._is_unified:
                     (path / "memory.swap.max").write_text("0")
                 else:
+                    # memory and swap together; not below the limit of memory, so it is set later
                     (path / "memory.memsw.limit_in_bytes").write_text(str(limit))
 
     def _parents(self, limits: dict[str, int]) -> dict[str, Path]:

@@ -146,12 +146,12 @@ def program(sockets: Sockets = Sockets.ALL) -> bytes:
     Raises BackendUnavailableError if there is none for it.
     """
     name = machine()
-    if (found := _MACHINES.get(name)) is None:
+    if (host := _MACHINES.get(name)) is None:
         raise BackendUnavailableError(
             f"cannot make a sandbox: there is no system call filter for {name}",
             hint=f"run it on {' or '.join(_MACHINES)}",
         )
-    return b"".join(struct.pack("=HBBI", *line) for line in _lines(found, sockets))
+    return b"".join(struct.pack("=HBBI", *line) for line in _lines(host, sockets))
 
 
 # An instruction: its code, the jumps if it is true and false, its operand.
@@ -193,7 +193,7 @@ def _check(check: _Check) -> Iterator[_Line]:
 def _numbers(words: Iterable[str], column: int) -> list[int]:
     """Return the numbers of the calls that a machine has."""
     columns = [word.partition("=")[2].split("/") for word in words]
-    return [int(number) for each in columns if (number := each[column % len(each)])]
+    return [int(number) for numbers in columns if (number := numbers[column % len(numbers)])]
 
 
 def _ranges(verdicts: dict[int, int]) -> Iterator[tuple[int, int]]:

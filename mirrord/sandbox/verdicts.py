@@ -101,6 +101,7 @@ class PluginReport:
 
     def _add_phase(self, test: str, phase: str, raised: str | None, told: str, by: str) -> None:
         """Add a phase by the worse of what it raised and what hooks made of it."""
+        # pytest-rerunfailures tells `rerun`, then runs all phases of the test again
         if phase == "setup" or told == "rerun":
             self._tests[test] = []
         if told == "rerun":
@@ -151,6 +152,7 @@ def judge_run(
 ) -> Verdict:
     """Judge a run of `tests`. `report` is None where the environment has no pytest that can."""
     logged = parser(log)
+    # a parser of another runner's log cannot read the summary of the report
     reads_pytest = parser("PASSED a::b") == {"a::b": Outcome.PASSED}
     if report and reads_pytest and (report.began or _PYTEST.search(command)):
         outcomes = parser(report.summary())

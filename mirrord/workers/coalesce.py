@@ -91,4 +91,5 @@ class Coalescer(Generic[T]):
         work.task.cancel()
         with anyio.CancelScope(shield=True), suppress(BaseException):
             await asyncio.wait([work.task])
+            # else asyncio logs that nobody asked for it; raises CancelledError itself
             work.task.exception()

@@ -53,6 +53,7 @@ def main() -> None:
             # reap no child before its pidfd is open: its pid could be reused
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
             if (pid := os.fork()) == 0:
+                # held here, it would hide the end of the server from the daemon
                 control.close()
                 die_with_parent(server)
                 os.nice(_LOW_NICE if priority == b"\1" else 0)
@@ -71,6 +72,7 @@ def _reap(*_: object) -> None:
 
 def _serve(connection: socket.socket) -> None:
     """Perform calls until the daemon closes the connection or dies."""
+    # the server's handler would reap git's processes before those who wait for their status
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     limit_memory()
@@ -99,6 +101,7 @@ def _perform(call: bytes) -> bytes:
     except (MirrordError, MemoryError) as error:
         return pickle.dumps((None, error))
     except Exception as error:  # noqa: BLE001  (the caller gets it)
+        # pickling drops the traceback
         error.add_note("".join(traceback.format_exception(error)))
         try:
             pickle.loads(answer := pickle.dumps((None, error)))

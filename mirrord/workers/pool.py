@@ -164,6 +164,7 @@ class Workers:
         self,
         *,
         size: int = 2,
+        # a new worker is ready in 10 ms, so they need not be kept for long
         idle: timedelta = timedelta(seconds=15),
         on_start: Callable[[], None] | None = None,
         charge: Callable[[Collection[int], float], None] = lambda uids, seconds: None,
@@ -290,7 +291,7 @@ class Workers:
         """Take the free worker of this priority that was busy last, or fork one."""
         if self._closed:
             raise _stopping()
-        for worker in reversed([each for each in self._free if each.is_low is is_low]):
+        for worker in reversed([idle for idle in self._free if idle.is_low is is_low]):
             self._free.remove(worker)
             if not worker.has_ended():
                 return worker
@@ -298,6 +299,7 @@ class Workers:
         loop = asyncio.get_running_loop()
         forking = loop.run_in_executor(None, partial(self._server.fork, is_low=is_low))
         try:
+            # a thread cannot be cancelled: `_abandon` ends what it forks all the same
             return _WorkerProcess(*await asyncio.shield(forking), is_low=is_low)
         except asyncio.CancelledError:
             forking.add_done_callback(_abandon)

@@ -15,6 +15,7 @@ import sys
 
 SOCKET = "holder.sock"
 END = b"end"
+# a removed state directory wakes no poll, so it is looked for
 _LOOK_MS = 5000
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
 _MS_REC, _MS_SLAVE = 0x4000, 1 << 19  # linux/mount.h
@@ -27,6 +28,7 @@ def main(state_dir: str, *, inherits: bool) -> None:
     os.setsid()
     directory = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     path = f"/proc/self/fd/{directory}/{SOCKET}"  # of any length
+    # of a holder that was killed, or that this one replaces
     if os.path.lexists(path):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX)
@@ -36,8 +38,8 @@ def main(state_dir: str, *, inherits: bool) -> None:
     own = os.stat(path).st_ino
     say("listening")
     null = os.open(os.devnull, os.O_RDWR)
-    for each in (0, 1, 2):
-        os.dup2(null, each)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     keep(listener, state_dir, own)
@@ -78,6 +80,7 @@ def keep(listener: socket.socket, state_dir: str, own: int) -> None:
         if came:
             connection, _ = listener.accept()
             with connection:
+                # one that connects and says nothing must not keep out the others
                 connection.settimeout(1)
                 try:
                     told = connection.recv(len(END))

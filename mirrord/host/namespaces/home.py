@@ -52,6 +52,7 @@ def enter(state_dir: Path) -> None:
         )
     try:
         with opened(os.open(state_dir / "holder.lock", os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+            # two starts at once would make a holder each, and the later one would take the socket
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (process := find(state_dir)) is None:
                 _start(state_dir)
@@ -187,11 +188,13 @@ def _map_ids(pid: int) -> None:
             ):
                 triples = [(own, own, 1), *((first, first, count) for first, count in ranges)]
                 numbers = [str(number) for triple in triples for number in triple]
-                found = shutil.which(program) or program
-                subprocess.run([found, str(pid), *numbers], check=True, capture_output=True)
+                path = shutil.which(program) or program
+                subprocess.run([path, str(pid), *numbers], check=True, capture_output=True)
             return
     proc = Path(f"/proc/{pid}")
+    # newgidmap may have succeeded before newuidmap failed, and a map can be written only once
     if not (proc / "gid_map").read_text():
+        # without it the kernel refuses a gid map of an unprivileged user (user_namespaces(7))
         (proc / "setgroups").write_text("deny")
         (proc / "gid_map").write_text(f"{gid} {gid} 1")
     (proc / "uid_map").write_text(f"{uid} {uid} 1")
@@ -200,6 +203,7 @@ def _map_ids(pid: int) -> None:
 def _subordinate_ids() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     from ..peers import SUBGID, SUBUID, iter_subids  # noqa: PLC0415  (only to start a holder)
 
+    # ranges of a map may not overlap, and an overflow id stands for every user without a mapping
     mine = {os.geteuid(), os.getegid(), *_overflow_ids()}
     users, groups = (
         [
