@@ -62,6 +62,7 @@ def read_header(path: Path) -> BundleHeader:
     prerequisites: list[str] = []
     refs: Refs = {}
     with open_plain(path) as file:
+        # more than any line: a ref is a path too, of 4,096 bytes at most
         signature = file.readline(8192)
         if signature not in {b"# v2 git bundle\n", b"# v3 git bundle\n"}:
             raise refused("it has no signature of a git bundle")
@@ -126,6 +127,8 @@ async def index_bundle(
     with open_plain(path).detach() as pack:
         pack.seek(header.pack_at)
         await repository.run(
+            # --fix-thin: an incremental bundle has deltas on objects that are only here
+            # -v: the disk's reserve is looked at with each line of progress
             *STREAM_BIG_FILES, "index-pack", "--stdin", "--fix-thin", *options, "-v",
             stdin=pack,
             timeout=timedelta(hours=6),

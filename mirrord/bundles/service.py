@@ -127,6 +127,7 @@ async def plan_merge(
         if now == oid:
             continue
         is_shadowed = ref in above or not plan.target.keys().isdisjoint(directories_of(ref))
+        # a tag is not moved forward: the mirror's stays, and the bundle's is kept
         if ref.startswith("refs/tags/") if now else is_shadowed:
             plan.kept.append(oid)
         elif now and not await repository.is_ancestor(now, oid):
@@ -255,6 +256,7 @@ class Bundles:
                 git_dir=repository.path,
                 stdin=lines_of(tips),
                 quarantine_objects=objects,
+                # with -q, git says nothing while it counts objects and looks for deltas
                 quiet_timeout=timedelta(hours=1),
                 doing=f"bundle mirror {repository.name}",
             ) as pack:  # fmt: skip

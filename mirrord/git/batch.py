@@ -120,16 +120,16 @@ def _split(requests: _Requests, pending: list[_Requests]) -> list[BatchObject]:
 
 
 def _parse(requests: _Requests, output: bytes) -> Iterator[BatchObject]:
-    at = 0
+    offset = 0
     for verb, name in requests:
-        end = output.index(b"\n", at)
-        oid, _, kind = decode_name(output[at:end]).partition(" ")
-        at = end + 1
+        end = output.index(b"\n", offset)
+        oid, _, kind = decode_name(output[offset:end]).partition(" ")
+        offset = end + 1
         kind, _, size = kind.partition(" ") if kind.rpartition(" ")[2].isdigit() else (kind, "", "")
         if kind not in _TYPES:  # `<name> missing`; a name may have spaces
             yield BatchObject(name, "", kind.rpartition(" ")[2])
         elif verb == _INFO:
             yield BatchObject(name, oid, kind)
         else:
-            yield BatchObject(name, oid, kind, output[at : at + int(size)])
-            at += int(size) + 1
+            yield BatchObject(name, oid, kind, output[offset : offset + int(size)])
+            offset += int(size) + 1

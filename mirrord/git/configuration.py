@@ -24,11 +24,14 @@ _SAFE: tuple[tuple[str, str], ...] = (
     ("core.editor", "false"),
     ("core.alternateRefsCommand", "true"),
     ("diff.external", ""),
+    # the URL of `ext::` is a command
     ("protocol.ext.allow", "never"),
+    # else git refuses repositories of other users; what could run from one is off above
     ("safe.directory", "*"),
     ("safe.bareRepository", "all"),
     ("submodule.recurse", "false"),
     ("fetch.recurseSubmodules", "false"),
+    # a distribution's template would put hooks and excludes into each new repository
     ("init.templateDir", ""),
     ("init.defaultBranch", "main"),
     # a replace ref changes what a recorded commit checks out to
@@ -45,14 +48,17 @@ _SAFE: tuple[tuple[str, str], ...] = (
     # fetched objects stay in packs: libgit2 1.9 hangs on a truncated loose object
     ("transfer.unpackLimit", "1"),
     ("fetch.unpackLimit", "1"),
+    # the default since git 2.41; without it each git that packs sorts the offsets again
     ("pack.writeReverseIndex", "true"),
     ("http.followRedirects", "initial"),
     ("http.lowSpeedLimit", "1"),
     ("http.lowSpeedTime", "300"),
+    # the empty name clears the list of helpers of every file read before
     ("credential.helper", ""),
     ("credential.interactive", "false"),
     ("user.name", "mirrord"),
     ("user.email", "mirrord@localhost"),
+    # off by default; FETCH lists what real histories have and a mirror takes all the same
     ("fetch.fsckObjects", "true"),
 )
 
@@ -70,6 +76,7 @@ def _as_variables(configuration: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 _VARIABLES = _as_variables(_CONFIGURATION)
+# ssh prompts by itself, whatever GIT_TERMINAL_PROMPT says; BatchMode makes that an error
 _SSH = ("ssh", "-oBatchMode=yes", "-oConnectTimeout=30")
 
 
@@ -139,7 +146,9 @@ def child_environment(
         # a repository's grafts and shallow file would cut history short; empty means none
         "GIT_GRAFT_FILE": "/nonexistent",
         "GIT_SHALLOW_FILE": "",
+        # a missing object must be missing, not be asked for from a promisor
         "GIT_NO_LAZY_FETCH": "1",
+        # else commands that only look, like `git status`, lock and rewrite the index
         "GIT_OPTIONAL_LOCKS": "0",
         "GIT_ADVICE": "0",
         "GIT_FLUSH": "0",  # else `rev-list` flushes each commit into a pipe
@@ -202,6 +211,7 @@ def _ssh_command(remote: Remote) -> str:
 
 
 def _ssh_path(path: Path) -> str:
+    # ssh splits the value of an option at blanks, and expands %h and the like in it
     return '"' + str(path).replace("%", "%%") + '"'
 
 

@@ -351,6 +351,7 @@ def _upstream_failure(
     if re.search(_DISK_FULL.pattern, stderr, re.IGNORECASE):
         return _DISK_FULL.error(f"cannot {doing}: {fact}", hint=_DISK_FULL.hint, **facts)
     for rule in _UPSTREAM_RULES:
+        # GitHub's secondary rate limit is a 403, which is otherwise a matter of credentials
         asks_to_wait = rule.error is errors.UpstreamThrottledError and (
             http.status in {403, 503} and http.retry_after
         )

@@ -31,8 +31,8 @@ class Pointer(NamedTuple):
 
 
 def parse_pointer(data: bytes) -> Pointer | None:
-    found = _POINTER.fullmatch(data) if len(data) < POINTER_BYTES else None
-    return Pointer(found[1].decode(), int(found[2])) if found else None
+    match = _POINTER.fullmatch(data) if len(data) < POINTER_BYTES else None
+    return Pointer(match[1].decode(), int(match[2])) if match else None
 
 
 def pointer_bytes(pointer: Pointer) -> bytes:

@@ -76,13 +76,13 @@ class PackIndex:
         large = small + self.count * 4
         for word in struct.unpack_from(f">{self.count}I", self._data, small):
             if word >= _LARGE:
-                at = large + 8 * (word - _LARGE)
-                word = int.from_bytes(self._data[at : at + 8], "big")
+                start = large + 8 * (word - _LARGE)
+                word = int.from_bytes(self._data[start : start + 8], "big")
             yield word
 
     def __iter__(self) -> Iterator[bytes]:
         ids = self.ids
-        return (ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES))
+        return (ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES))
 
     def __contains__(self, oid: bytes) -> bool:
         low, high = self._fanout[oid[0] - 1] if oid[0] else 0, self._fanout[oid[0]]
@@ -90,8 +90,8 @@ class PackIndex:
         return position < high and self._id(position) == oid
 
     def _id(self, position: int) -> bytes:
-        at = _IDS_AT + position * ID_BYTES
-        return self._data[at : at + ID_BYTES]
+        start = _IDS_AT + position * ID_BYTES
+        return self._data[start : start + ID_BYTES]
 
 
 def reverse_index(index: PackIndex) -> bytes:
@@ -152,6 +152,7 @@ def pack_is_whole(path: Path) -> bool:
                 remaining -= len(block)
             return remaining == 0 and digest.digest() == file.read(ID_BYTES)
     except OSError as error:
+        # a bad sector or a pipe is damage of this file; any other error says nothing of it
         if error.errno in {errno.EIO, NOT_PLAIN}:
             return False
         raise

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..quoting import decode_name, unquoted
 
 _SPECIAL = re.compile(rb"[*?[\\]")
+# git skips one at the start of either file
 _BOM = b"\xef\xbb\xbf"
 _ALPHA = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
 _PUNCT = rb"!\"#$%&'()*+,-./:;<=>?@[\]^_`{|}~"
@@ -337,6 +338,7 @@ class Attributes:
             if content := self._read(directory):
                 rules, macros = _parse(content)
                 files = [(directory + b"/" if directory else b"", _AttributeFile(rules)), *files]
+                # git takes macros from the file at the top of the tree alone
                 if not directory:
                     self._macros |= macros
             self._files[directory] = files
@@ -373,6 +375,7 @@ def _parse(content: bytes) -> tuple[list[_PatternLine], dict[str, _States]]:
             name = name[len(_MACRO) :].lstrip(_BLANK)
             if _NAME.fullmatch(name):
                 macros.setdefault(name.decode(), states)
+        # git warns of a negative pattern among attributes, and skips its line
         elif not (pattern := parse_pattern(name)).negative:
             rules.append(_PatternLine(pattern, states))
     return rules, macros

@@ -428,6 +428,7 @@ def salvage(pack: Path, into: Path) -> set[str]:
     make_repository(into)
 
     def git(doing: str, *args: str, stdin: Path | None = None) -> GitResult:
+        # negative where a signal ended git: index-pack (2.39) aborts on some damaged packs
         any_status = range(-64, 256)
         return run_git_sync(
             *args, git_dir=into, stdin=stdin, ok=any_status, timeout=TIMEOUT, doing=doing
@@ -438,6 +439,7 @@ def salvage(pack: Path, into: Path) -> set[str]:
     try:
         index = PackIndex(pack.with_suffix(".idx"))
     except (CorruptObjectError, OSError):
+        # -r goes on after a damaged object
         git("unpack a damaged pack", "unpack-objects", "-r", "-q", stdin=pack)
         return set()
     copy = into / "objects/pack" / pack.name

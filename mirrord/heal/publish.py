@@ -29,6 +29,7 @@ from ..mirrors.repository import CONFIGURATION, HISTORY, KEPT, OURS
 from ..model import MirrorName, utc_now
 from ..quoting import encode_name
 
+# in this order: without its index, no git opens a pack that is on its way out
 _OF_PACK = (".idx", ".pack", ".rev", ".bitmap", ".mtimes")
 _OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
 
@@ -181,6 +182,7 @@ class DamagedFiles:
             files.append(facts)
         record = {"mirror": str(name), "at": now.isoformat(), "files": files}
         write_durably(self.path / "record.json", json.dumps(record, indent=1).encode())
+        # each may be new, and a new name is durable only once the directory above is flushed
         for directory in (own, own.parent, quarantine):
             sync_directory(directory)
 

@@ -156,10 +156,10 @@ class MirrorRepair:
         found = await self.workers.run(
             find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT
         )
-        known = {bad.path for bad in found}
+        paths = {bad.path for bad in found}
         for name, defect in self.suspects.items():
             path = name if name.startswith("objects/") else f"objects/pack/{name}"
-            if path in known or not (self.git_dir / path).is_file():
+            if path in paths or not (self.git_dir / path).is_file():
                 continue
             if defect.kind is FindingKind.PACK and name.endswith(".pack"):
                 reason = "an object in it is not what its index says"

@@ -121,11 +121,13 @@ async def _fetch(
         url = remote.url if "://" in remote.url or ":" in remote.url else f"file://{remote.url}"
         settings = [
             f"remote.origin.url={url}",
+            # git-lfs gives up after 30 s of silence; git has 300 (`http.lowSpeedTime`)
             "lfs.activitytimeout=300",
         ]
         settings += [f"lfs.url={lfs_url}"] if lfs_url else []
         words = [word for each in settings for word in ("-c", each)]
         done = await scratch.run(
+            # it fails for one absent object; what arrived is judged file by file
             *words, "lfs", "fetch", "origin", commit, remote=remote, ok=range(256),
             timeout=_TIMEOUT, progress=within_room(room, None, doing), doing=doing,
         )  # fmt: skip

@@ -169,6 +169,7 @@ def iter_temporary_files(path: Path) -> Iterator[tuple[Path, str]]:
 
 def _is_running_git(pid: str) -> bool:
     try:
+        # the name stands in brackets, and may have brackets and blanks of its own
         name, state = Path("/proc", pid, "stat").read_text().partition("(")[2].rsplit(") ", 1)
     except OSError:
         return False
@@ -183,5 +184,6 @@ def size_bytes(path: Path) -> int:
         for name in files:
             with suppress(FileNotFoundError):
                 stat = os.lstat(os.path.join(directory, name))
+                # the unit of st_blocks on Linux, whatever the blocks of the file system are
                 sizes[stat.st_ino] = stat.st_blocks * 512
     return sum(sizes.values())

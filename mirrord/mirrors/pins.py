@@ -64,11 +64,11 @@ async def verify_commits(
     """Prove that commits can be served; return those that cannot, each with the reason."""
     doing = f"look up commits of mirror {repository.name}"
     refused: dict[CommitId, str] = {}
-    for found in await object_info(repository.git, repository.path, commits, doing=doing):
-        if found.kind == "missing":
-            refused[CommitId(found.name)] = f"commit {found.name} is not in the mirror"
-        elif found.kind != "commit":
-            refused[CommitId(found.name)] = f"{found.name} is a {found.kind}, not a commit"
+    for answer in await object_info(repository.git, repository.path, commits, doing=doing):
+        if answer.kind == "missing":
+            refused[CommitId(answer.name)] = f"commit {answer.name} is not in the mirror"
+        elif answer.kind != "commit":
+            refused[CommitId(answer.name)] = f"{answer.name} is a {answer.kind}, not a commit"
 
     def is_about_commits(error: MirrordError) -> bool:
         return isinstance(error, GitFailedError) or not isinstance(error, ResourceError)
@@ -189,6 +189,7 @@ class Pins:
         key, wanted = repository.name.key, frozenset(commits)
         listed = await self._catalog.list_pins(key, owner=owner)
         rows = tuple(row for row in listed if row.commit in wanted)
+        # cancelled in between, it would leave refs without rows, which a start adopts again
         with anyio.CancelScope(shield=True):
             await self._catalog.delete_pins(key, commits, owner)
             try:
@@ -228,6 +229,7 @@ class Pins:
         """Write refs, then rows; remove the new refs where the rows cannot be written."""
         present = await repository.all_refs()
         new = frozenset(row.commit for row in rows if pin_ref(owner, row.commit) not in present)
+        # cancelled in between, it would leave refs without rows
         with anyio.CancelScope(shield=True):
             await commit(repository, {pin_ref(owner, oid): (None, oid) for oid in new})
             try:

@@ -133,8 +133,10 @@ def accept_objects(source: Path, destination: Path) -> None:
         packs = (source / "pack").glob("pack-*")
         # git finds a pack by its index, so the index is moved last
         ordered = sorted(packs, key=lambda file: (file.suffix == ".idx", file.name))
+        # a fetch's index-pack leaves a .keep, and no repack would ever touch that pack
         accept((file for file in ordered if file.suffix != ".keep"), destination / "pack")
     for fan in source.glob("[0-9a-f][0-9a-f]"):
+        # objects alone: a killed git leaves tmp_obj_* beside them
         accept((file for file in fan.iterdir() if len(file.name) == 38), destination / fan.name)
 
 

@@ -25,6 +25,8 @@ from ..telemetry import log
 from .maintenance import remove_stale_files
 from .repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
 
+# ours are pins and the ref history, a replace ref changes what a commit checks out to, the others
+# belong to a working tree
 _NEVER_FOLLOWED = (
     OURS,
     "refs/replace/",
@@ -59,6 +61,7 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
         if line.startswith("ref: ") and line.endswith("\tHEAD"):
             head = line[5:-5]
         found = find(line)
+        # `^{}` marks what an annotated tag leads to, listed after the tag itself
         if not found or found[2].startswith(_NEVER_FOLLOWED) or found[2].endswith("^{}"):
             continue
         oid, ref = found.groups()
@@ -210,8 +213,10 @@ async def commit(repository: Repository, moves: Moves, head: str | None = None) 
     except BaseException as error:
         with anyio.CancelScope(shield=True):
             await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
+        # cancelled: the journal stays, and the next transaction or start finishes it
         if not isinstance(error, Exception):
             raise
+        # git died between two renames: what moved is visible, so the rest follows it
         if await repository.all_refs() != before:
             await recover(repository)
             return
@@ -268,6 +273,7 @@ async def _update(repository: Repository, moves: Moves) -> None:
     many = len(moves) >= 50  # then one flushed packed-refs is cheaper than a flush for each ref
     created = {ref: new for ref, (old, new) in moves.items() if new and old is None}
     is_first = many and len(created) == len(moves) and not await repository.all_refs()
+    # git is not asked here, and it alone would refuse a ref to a missing object
     if is_first and not await repository.absent(created.values()):
         # git (2.39) would write a file for each, minutes for 100,000
         path = repository.path / "packed-refs"

@@ -131,6 +131,7 @@ class Mirrors(Inventory):
         if exists := mirror.path.exists():
             await mirror.must_be_ours()
         async with self._hosts.turn(upstream.host):
+            # from here on a request is not joined: it may know of a push that this answer lacks
             work.close()
             work.report(protocol.Progress(unit="syncs", note="ask upstream for its refs"))
             target = nullcontext(mirror) if exists else self._building(row.name)
@@ -295,6 +296,7 @@ class Mirrors(Inventory):
         try:
             return await self.workers.run(resolve, path, commitish, timeout=timeout)
         except errors.CommitNotFoundError:
+            # in a fleet, another daemon may have fetched and published it just now
             if not await self.follow(row.name):
                 parentless = find_parentless(_faults(row), commitish)
                 if parentless is None:
@@ -316,14 +318,14 @@ class Mirrors(Inventory):
         row = await self._synced(name)
         path, words = self.path(row.name), [name for name, _ in names]
         commits = await object_info(self.git, path, words, doing=doing)
-        found: dict[str, CommitId] = {}
+        resolved: dict[str, CommitId] = {}
         for (_, revision), item in zip(names, commits, strict=True):
             if item.kind == "commit":
-                found.setdefault(revision, CommitId(item.oid))
+                resolved.setdefault(revision, CommitId(item.oid))
         for revision in revisions:
-            if revision not in found and (it := find_parentless(_faults(row), revision)):
-                found[revision] = it
-        return found
+            if revision not in resolved and (it := find_parentless(_faults(row), revision)):
+                resolved[revision] = it
+        return resolved
 
     async def find_tags(
         self, name: MirrorName, oids: Collection[CommitId]
@@ -355,19 +357,20 @@ class Mirrors(Inventory):
                 hint="the daemon's own refs are for administrators",
             )
         try:
-            found = await self.resolve(name, commitish)
+            resolved = await self.resolve(name, commitish)
         except errors.CommitNotFoundError:
-            found = None
-        is_public = found and (
-            found.replaces or await self.repository(name).is_public(found.commit)
+            resolved = None
+        # what stands for a commit of a shallow upstream has a ref of ours alone
+        is_public = resolved and (
+            resolved.replaces or await self.repository(name).is_public(resolved.commit)
         )
-        if found is None or not is_public:
+        if resolved is None or not is_public:
             raise errors.CommitNotFoundError(
                 f"cannot resolve commit {shown(commitish)}: no branch or tag of {name} has that"
                 " name or reaches that id",
                 hint="sync the mirror, check the spelling, or give the whole id",
             )
-        return found
+        return resolved
 
     def upstreams(self, row: MirrorRow) -> list[Upstream]:
         """List the upstream of a mirror and its fallbacks."""
@@ -563,6 +566,7 @@ class Mirrors(Inventory):
         return protocol.RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
 
 
+# a fault of the line says nothing of the ref, so the next sync does not leave it alone
 _LINE_BROKE = {
     errors.TransferBrokenError.code,
     errors.UpstreamUnavailableError.code,

@@ -39,19 +39,21 @@ def read_index(data: bytes) -> Index:
     if version not in {2, 3, 4}:
         raise ValueError(f"its version is {version}")
     checksum = hashlib.sha1(data[:end], usedforsecurity=False).digest()
+    # git 2.40 and later write zeros with index.skipHash
     if data[end:] not in {checksum, bytes(_ID_BYTES)}:
         raise ValueError("its checksum is wrong")
-    index, at, path = Index(set(), set(), {}), 12, b""
+    index, offset, path = Index(set(), set(), {}), 12, b""
     try:
         for _ in range(count):
-            at, path = _read_entry(data, at, version, path, index)
-        while at < end:
-            name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "big")
-            _read_extension(name, data[at + 8 : at + 8 + size], index)
-            at += 8 + size
+            offset, path = _read_entry(data, offset, version, path, index)
+        while offset < end:
+            name = data[offset : offset + 4]
+            size = int.from_bytes(data[offset + 4 : offset + 8], "big")
+            _read_extension(name, data[offset + 8 : offset + 8 + size], index)
+            offset += 8 + size
     except (struct.error, IndexError) as error:
         raise ValueError("it is truncated") from error
-    if at != end:
+    if offset != end:
         raise ValueError("an extension is longer than the file")
     return index
 
@@ -60,23 +62,25 @@ def _read_entry(
     data: bytes, at: int, version: int, before: bytes, index: Index
 ) -> tuple[int, bytes]:
     """Read one entry; return the offset of the next, and this one's path."""
-    *facts, oid, flags = _ENTRY.unpack_from(data, at)
+    *fields, oid, flags = _ENTRY.unpack_from(data, at)
     start = at + _ENTRY.size + (2 if version > 2 and flags & _EXTENDED else 0)
     if version == 4:  # prefix compression: bytes to cut from the previous path, then a suffix
         cut = data[start] & 0x7F
         while data[start] & 0x80:
             start += 1
+            # git's encoding of offsets (as in OFS_DELTA): each further byte adds one
             cut = ((cut + 1) << 7) | (data[start] & 0x7F)
         start += 1
         end = data.index(b"\0", start)
         path, following = before[: len(before) - cut] + data[start:end], end + 1
     else:
         end = data.index(b"\0", start)
+        # 1 to 8 NULs, so that the next entry begins at a multiple of eight
         path, following = data[start:end], end + 8 - (end - at) % 8
         if data[end:following].strip(b"\0"):
             raise ValueError("there are bytes between two entries")
     index.paths.add(path)
-    if facts[_MODE] == 0o160000:
+    if fields[_MODE] == 0o160000:
         index.gitlinks[path] = oid
     else:
         index.objects.add(oid)

@@ -61,6 +61,7 @@ def read_layer(layer: ScannedLayer) -> None:
         "files": {path: oid and oid.hex() for path, oid in tree.files.items()},
         "inside": [(each.archive, each.member, each.oid.hex()) for each in tree.inside],
         "packs": sorted(tree.packs),
+        # every byte as one character: these files need not be UTF-8
         "texts": {path: content.decode("latin-1") for path, content in tree.texts.items()},
         "leaks": [(each.path, each.detail) for each in contents.leaks],
         "notes": contents.notes,

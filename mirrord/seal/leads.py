@@ -13,6 +13,7 @@ from ..telemetry import masked
 
 _LITERAL = re.compile(r"""["'](/[^"'\n]+)["']""")
 
+# as site.py reads a .pth: `import` and a blank begin code, `#` a comment
 _PATH_LINE = re.compile(r"(?!import[ \t]|#)\s*\S.*")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -62,8 +63,8 @@ def _direct_url(content: str, project: str) -> Iterator[Lead]:
         names = {part.removesuffix(".git").lower() for part in url.path.split("/")}
         commit = str(facts.get("commit_id", ""))
         fact = f"installed from {shown(masked(record['url']), 200)}"
-        fact += f" at {commit}" if (known := _COMMIT.fullmatch(commit)) else ""
-        yield Lead("direct-url", fact, None, commit if known else None, project.lower() in names)
+        fact += f" at {commit}" if (is_id := _COMMIT.fullmatch(commit)) else ""
+        yield Lead("direct-url", fact, None, commit if is_id else None, project.lower() in names)
 
 
 def resolve(path: str, target: str, seen_at: str) -> str | None:

@@ -216,10 +216,10 @@ def _ref_kind(where: str) -> str:
 def _packed_refs(where: str, content: bytes, _: Path) -> Judgement:
     ref = where
     for number, line in enumerate(_lines(content)):
-        found = _PACKED_REF.fullmatch(line)
-        if found:
-            ref = found[2] or ref
-            yield Named(_ref_kind(ref), ref, found[1] or found[3])
+        match = _PACKED_REF.fullmatch(line)
+        if match:
+            ref = match[2] or ref
+            yield Named(_ref_kind(ref), ref, match[1] or match[3])
         elif number or not _PACKED_HEADER.fullmatch(line):
             yield leak("ref", f"line {number + 1} of {where} is not a ref")
 
@@ -232,10 +232,10 @@ _REFLOG = re.compile(
 
 def _reflog(where: str, content: bytes, _: Path) -> Judgement:
     for line in _lines(content):
-        found = _REFLOG.fullmatch(line)
-        oids = found.group(1, 2) if found else _OID.findall(line)
+        match = _REFLOG.fullmatch(line)
+        oids = match.group(1, 2) if match else _OID.findall(line)
         yield from (Named("reflog", where, oid) for oid in oids if oid != _ZERO)
-        if not found:
+        if not match:
             yield leak("reflog", f"{where} has a line that git does not write")
 
 
@@ -296,6 +296,7 @@ def judge_work_tree(
         return
     try:
         tracked = read_index(read_bytes(repository.git_dir / "index") or b"").paths
+    # the index is a leak then, and no file of the tree is excused by it
     except ValueError:
         tracked = set()
     for found in walk(repository.work_tree, skip=frozenset({".git"})):

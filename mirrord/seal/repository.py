@@ -164,11 +164,12 @@ def borrow(scratch: Path, repository: ForeignRepository) -> Path:
 def read_bytes(path: Path, *, start: int = 0) -> bytes | None:
     """Read a regular file, or its first `start` bytes; None if too large or of another kind."""
     try:
+        # a FIFO opens at once, and a terminal does not become this process's own
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError):  # ValueError: a NUL in the name
         return None
-    facts = os.fstat(descriptor)
-    if not stat.S_ISREG(facts.st_mode) or (not start and facts.st_size > READ_LIMIT_BYTES):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or (not start and status.st_size > READ_LIMIT_BYTES):
         os.close(descriptor)
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -194,16 +195,16 @@ def walk(
         above, directory = pending.pop()
         try:
             with os.scandir(directory) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
+                listed = sorted(entries, key=lambda entry: entry.name)
         except OSError:
             yield ForeignFile(above or ".", directory, "unreadable")
             continue
-        for entry in found:
+        for entry in listed:
             where = f"{above}/{entry.name}" if above else entry.name
             try:
-                facts = entry.stat(follow_symlinks=False)
-                kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "other")
-                if kind == "directory" and device not in {None, facts.st_dev}:
+                status = entry.stat(follow_symlinks=False)
+                kind = _KINDS.get(stat.S_IFMT(status.st_mode), "other")
+                if kind == "directory" and device not in {None, status.st_dev}:
                     kind = "mount"
             except OSError:
                 kind = "unreadable"

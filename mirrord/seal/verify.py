@@ -150,8 +150,8 @@ def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> boo
         (tree,) = read_objects_sync(git_dir, (), info=[tree_name], doing=f"read {base}")
     except (CorruptObjectError, GitFailedError):
         return False
-    found = _SQUASHED.fullmatch(commit.data) if commit.kind == "commit" else None
-    return found is not None and found[1] == tree.oid.encode()
+    match = _SQUASHED.fullmatch(commit.data) if commit.kind == "commit" else None
+    return match is not None and match[1] == tree.oid.encode()
 
 
 def _tag_objects(private: Path, names: Collection[Named], closure: _Reachable) -> set[bytes]:

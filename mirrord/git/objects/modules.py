@@ -106,8 +106,8 @@ class _Reader:
         return self._names[tree]
 
     def _read(self, tree: str, depth: int) -> _Below:
-        if (known := self._below.get(tree)) is not None:
-            return known
+        if (below := self._below.get(tree)) is not None:
+            return below
         links, attributes = list[tuple[bytes, str]](), list[tuple[bytes, str]]()
         for name, (mode, oid) in self._names_in(tree).items():
             if mode == _TREE and depth < _DEPTH:

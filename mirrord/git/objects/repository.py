@@ -34,6 +34,7 @@ _HEADERS: dict[int, bytes] = {
     ObjectType.BLOB: b"blob %d\0",
     ObjectType.TAG: b"tag %d\0",
 }
+# the path itself or nothing: libgit2 would look for a .git in it, then in those above
 _FLAGS = RepositoryOpenFlag.NO_SEARCH | RepositoryOpenFlag.NO_DOTGIT | RepositoryOpenFlag.BARE
 
 
@@ -52,7 +53,7 @@ class Objects:
     def read(self, oid: str | bytes, kind: ObjectType) -> bytes:
         """Raises CorruptObjectError if the object is absent, damaged or of another kind."""
         try:
-            found, data = self._read_verified(_oid(oid))
+            actual, data = self._read_verified(_oid(oid))
         except KeyError as error:
             raise _corrupt(oid, error) from error
         except (pygit2.GitError, ValueError) as error:
@@ -61,8 +62,8 @@ class Objects:
             if (copy := self._read_copy(oid, kind)) is None:
                 raise _corrupt(oid, error) from error
             return copy
-        if found != kind:
-            wrong = f"it is a {ObjectType(found).name.lower()}, not a {kind.name.lower()}"
+        if actual != kind:
+            wrong = f"it is a {ObjectType(actual).name.lower()}, not a {kind.name.lower()}"
             raise _corrupt(oid, wrong)
         return data
 
@@ -155,8 +156,8 @@ def open_objects(git_dir: Path) -> Iterator[Objects]:
     must_be_plain(git_dir)
     forget_replaced()
     stamp = _stamp(git_dir)
-    known = _cached.pop(git_dir) if git_dir in _cached else None
-    objects = known[1] if known else Objects(git_dir)
+    cached = _cached.pop(git_dir) if git_dir in _cached else None
+    objects = cached[1] if cached else Objects(git_dir)
     try:
         yield objects
     finally:
@@ -196,8 +197,8 @@ def _stamp(git_dir: Path) -> Stamp:
                 os.scandir(objects / "pack") as it,
             ):
                 for file in it:
-                    found = file.stat(follow_symlinks=False)
-                    stamp[file.path] = found.st_size, found.st_ino, found.st_mtime_ns
+                    status = file.stat(follow_symlinks=False)
+                    stamp[file.path] = status.st_size, status.st_ino, status.st_mtime_ns
     except FileNotFoundError as error:
         raise _damaged(git_dir, "it does not exist") from error
     except OSError as error:
@@ -247,13 +248,13 @@ def resolve(git_dir: Path, commitish: str) -> Resolved:
     Raises CommitNotFoundError, also if the text is ambiguous.
     """
     with open_objects(git_dir) as objects:
-        found = read_commit(objects, commitish)
+        info = read_commit(objects, commitish)
         try:
-            near = tuple(_first_parents(objects, found.commit, FIRST_PARENTS_LIMIT))
+            near = tuple(_first_parents(objects, info.commit, FIRST_PARENTS_LIMIT))
         except CorruptObjectError:
             near = ()
-        refused = tuple(_refused(objects, git_dir, found.tree))
-        return Resolved(found.commit, found.tree, found.time, near, refused, found.replaces)
+        refused = tuple(_refused(objects, git_dir, info.tree))
+        return Resolved(info.commit, info.tree, info.time, near, refused, info.replaces)
 
 
 def _refused(objects: Objects, git_dir: Path, tree: str) -> Iterator[tuple[str, str]]:
@@ -374,8 +375,8 @@ def _find_abbreviated(repository: pygit2.Repository, digits: str) -> str | None:
     if not _HEX.fullmatch(digits):
         return None
     try:
-        found = repository.get(digits)
-        return str(found.peel(pygit2.Commit).id) if found is not None else None
+        target = repository.get(digits)
+        return str(target.peel(pygit2.Commit).id) if target is not None else None
     except (ValueError, pygit2.InvalidSpecError):
         return None
 
@@ -407,8 +408,8 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
     no commit-graph, bitmap, graft or replacement changes the walk. Raises CorruptObjectError when
     an object is missing or damaged.
     """
-    found: dict[bytes, tuple[int, bytes]] = {}
-    visited: set[bytes] = set()  # found, or in a pack below
+    added: dict[bytes, tuple[int, bytes]] = {}
+    visited: set[bytes] = set()  # added, or in a pack below
     indexes = [_open_index(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in below]
     size_bytes = 0
 
@@ -421,7 +422,7 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
     def add(oid: bytes, kind: ObjectType) -> bytes:
         nonlocal size_bytes
         data = objects.read(oid, kind)
-        found[oid] = int(kind), data
+        added[oid] = int(kind), data
         size_bytes += len(data)
         return data
 
@@ -440,6 +441,7 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
                 if entries is None:
                     raise _corrupt(tree, "it is malformed")
                 for mode, _, oid in entries:
+                    # old histories have modes such as 040000 (fsck's zeroPaddedFilemode)
                     mode = mode.lstrip(b"0")
                     if oid in visited or mode == b"160000":  # a submodule
                         continue
@@ -447,10 +449,10 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
                         trees.append(oid)
                     elif is_new(oid):
                         add(oid, ObjectType.BLOB)
-                if len(found) > _OBJECTS_MAX or size_bytes > _BYTES_MAX:
+                if len(added) > _OBJECTS_MAX or size_bytes > _BYTES_MAX:
                     return None
-        packed = write_pack(found, into)
-    check_packs(into, found)
+        packed = write_pack(added, into)
+    check_packs(into, added)
     return packed
 
 
@@ -481,6 +483,6 @@ def _links(commit: bytes) -> tuple[bytes, list[bytes]]:
 
 def tree_entries(data: bytes) -> list[tuple[bytes, bytes, bytes]] | None:
     """Return mode, name and raw id of each entry of a tree object; None if it is malformed."""
-    found: list[tuple[bytes, bytes, bytes]] = _ENTRY.findall(data)
-    size = sum(len(mode) + len(name) + _FIXED_BYTES for mode, name, _ in found)
-    return found if size == len(data) else None
+    entries: list[tuple[bytes, bytes, bytes]] = _ENTRY.findall(data)
+    size = sum(len(mode) + len(name) + _FIXED_BYTES for mode, name, _ in entries)
+    return entries if size == len(data) else None

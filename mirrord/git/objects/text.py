@@ -85,20 +85,20 @@ class Conversion(NamedTuple):
 
 def find_conversion(attributes: Attributes, path: bytes) -> Conversion | None:
     """Find how git converts the file at a path (convert_attrs); None if it does not."""
-    found = attributes.find(path)
-    if not found:
+    states = attributes.find(path)
+    if not states:
         return None
-    text = _text(found.get("text"))
+    text = _text(states.get("text"))
     if text is None:
-        text = _text(found.get("crlf"))
+        text = _text(states.get("crlf"))
     crlf = False
-    if text != "" and found.get("eol") in ("lf", "crlf"):
-        crlf = found["eol"] == "crlf"
+    if text != "" and states.get("eol") in ("lf", "crlf"):
+        crlf = states["eol"] == "crlf"
         text = text or "text" if crlf or text != "auto" else "auto input"
-    encoding = found.get("working-tree-encoding")
+    encoding = states.get("working-tree-encoding")
     if not isinstance(encoding, str) or encoding.lower() in ("", "utf-8", "utf8"):
         encoding = None
-    conversion = Conversion(text or None, crlf, found.get("ident") is True, encoding)
+    conversion = Conversion(text or None, crlf, states.get("ident") is True, encoding)
     return conversion if any(conversion) else None
 
 
@@ -155,6 +155,7 @@ def _is_binary(data: bytes) -> bool:
         return True
     unprintable = len(data) - len(data.translate(None, _UNPRINTABLE))
     printable = len(data) - data.count(b"\n") - returns - unprintable
+    # the end-of-file mark of DOS, which git does not count at the end of a file
     unprintable -= data.endswith(b"\x1a")
     return b"\0" in data or printable >> 7 < unprintable
 
@@ -205,6 +206,7 @@ def _stream_ident(data: bytes, expansion: bytes) -> bytes:
     return bytes(done + held + b"$Id"[:matched])
 
 
+# git's own names; Python has no codecs that write a mark and a given order
 _BOMS = {
     "utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"),
     "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be"),
@@ -237,6 +239,7 @@ def _decode(data: bytes, encoding: str) -> bytes:
             raise ValueError(f"BOM is prohibited if encoded as {encoding}")
         if not order and not data.startswith(marks):
             raise ValueError(f"BOM is required if encoded as {encoding}")
+        # a codec with an order in its name would keep the mark as a character
         codec = f"utf-{width}" if marked else encoding
     try:
         return data.decode(codec).encode()

@@ -154,11 +154,11 @@ class BaseTree:
 
     def names_in(self, directory: bytes) -> _Names:
         """Return the stored mode and id of each name; empty without such a directory."""
-        if (found := self._directories.get(directory)) is None:
+        if (names := self._directories.get(directory)) is None:
             entry = self.find(directory)
-            found = self._read(entry.oid) if entry and entry.is_tree else {}
-            self._directories[directory] = found
-        return found
+            names = self._read(entry.oid) if entry and entry.is_tree else {}
+            self._directories[directory] = names
+        return names
 
     def _read(self, tree: str) -> _Names:
         entries = _parse(self._objects, tree)
@@ -195,7 +195,7 @@ def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
         """Return entries, bytes and levels of a subtree. The depth limit bounds the recursion."""
         if depth > TREE_DEPTH_LIMIT:
             raise _too_deep(tree)
-        if (found := measured.get(subtree)) is None:
+        if (total := measured.get(subtree)) is None:
             entries = size_bytes = below = 0
             for entry in _entries(subtree, _parse(objects, subtree), b""):
                 entries += 1
@@ -206,10 +206,10 @@ def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
                 elif not entry.is_submodule:
                     size_bytes += file_bytes(entry.oid, entry.is_symlink)
                 check_totals(entries, size_bytes)
-            found = measured[subtree] = entries, size_bytes, below + 1
-        if depth + found[2] - 1 > TREE_DEPTH_LIMIT:
+            total = measured[subtree] = entries, size_bytes, below + 1
+        if depth + total[2] - 1 > TREE_DEPTH_LIMIT:
             raise _too_deep(tree)
-        return found
+        return total
 
     few = list(islice(changes(objects, near, tree), _FEW_CHANGES)) if near else []
     if near and len(few) < _FEW_CHANGES:

@@ -185,6 +185,7 @@ _BLAMED = {
     "certificate-refused",
     "upstream-auth",
     "upstream-failed",
+    # forges answer 404, not 403, to who may not see a repository
     "upstream-not-found",
     "ssh-key-refused",
 }
@@ -252,12 +253,14 @@ def _check_certificates(entry: CredentialSettings) -> None:
         if entry.ca_file:
             context.load_verify_locations(entry.ca_file)
         if entry.client_cert:
+            # without this, OpenSSL asks for a passphrase on the terminal, and waits
             context.load_cert_chain(entry.client_cert, entry.client_key, password=_no_password)
     except (ssl.SSLError, OSError, ValueError) as error:
         fact = f"its certificates or their key are no PEM files that fit together: {error}"
         hint = "see `openssl x509 -in FILE -text`; a key must have no passphrase"
         raise unusable(entry, fact, hint) from error
     ends = [ssl.cert_time_to_seconds(str(it["notAfter"])) for it in context.get_ca_certs()]
+    # files of CAs keep expired certificates; one that is valid is enough
     if ends and max(ends) < time.time():
         fact = f"every certificate of ca_file {entry.ca_file} has expired"
         raise unusable(entry, fact, "get the present certificate of that CA")

@@ -198,6 +198,7 @@ class Fetcher:
         async def run(with_secrets: Remote) -> GitResult:
             return await self.repository.run(
                 *STREAM_BIG_FILES, *config,
+                # objects alone: no tags that nobody asked for, no FETCH_HEAD in the mirror, no gc
                 "fetch", "--progress", "--no-tags", "--no-write-fetch-head",
                 "--no-auto-maintenance",
                 *options, "--stdin", "--", remote,
@@ -205,6 +206,7 @@ class Fetcher:
                 quarantine_objects=objects,
                 env=env,
                 remote=with_secrets,
+                # silence tells a dead upstream; a first fetch over a slow line takes hours
                 timeout=timedelta(hours=24),
                 quiet_timeout=self.quiet,
                 memory_bytes=memory_limit_bytes(),
@@ -328,6 +330,7 @@ class _Lineage:
         seeds = set(oids)
         unknown = seeds.difference(self.commits, *history) if self.has_trees else set()
         if unknown:  # trees or blobs: commits that add or remove one reach it
+            # -m: a merge alone may have brought it in; -t: trees are looked at too, not only files
             words = ("log", "--format=%H", "--no-patch", "-m", "-t", "--no-renames")
             finds = (f"--find-object={oid}" for oid in sorted(unknown))
             doing = "look for the commits that reach a damaged object"

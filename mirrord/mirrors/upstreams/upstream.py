@@ -106,8 +106,8 @@ def parse_upstream(text: str) -> Upstream:
         raise _refused(text, _NOT_SPLIT) from error  # which quotes what may be a password
     scheme = parts.scheme.lower()
     if scheme not in _SCHEMES:
-        known = ", ".join(sorted(_SCHEMES))
-        raise _refused(text, f"the scheme {shown(scheme)} is not one of {known}")
+        accepted = ", ".join(sorted(_SCHEMES))
+        raise _refused(text, f"the scheme {shown(scheme)} is not one of {accepted}")
     if scheme == "file":
         if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
             raise _refused(text, "a file URL needs an absolute path: file:///srv/git/name.git")
@@ -147,6 +147,7 @@ class _Host:
     cause: UpstreamThrottledError | UpstreamUnavailableError | None = None
 
 
+# so that the mirrors of a host do not all come back at the same moment
 _SPREAD = 0.2  # of pauses
 _PATIENCE_S = 90.0
 # of a request that answers no operation
@@ -198,6 +199,7 @@ class HostLimits:
             try:
                 yield
             except (UpstreamThrottledError, UpstreamUnavailableError) as error:
+                # all directories share this name: one that fails must not pause the others
                 if name != LOCAL:
                     self._pause(host, error)
                 raise
@@ -222,6 +224,7 @@ class HostLimits:
         is_throttled = isinstance(error, UpstreamThrottledError)
         pause = (host.throttling if is_throttled else host.illness).next().total_seconds()
         if (asked := error.facts.get("retry_after_s")) is not None:
+            # only ever later: a request before the named moment is refused again
             pause = float(asked) * (1 + _SPREAD * self._chance())
         host.blocked_until = max(host.blocked_until, self._clock() + pause)
         host.cause = error
