@@ -37,10 +37,12 @@ from ..trees.relocation import Relocation
 from ..trees.scan import is_control
 
 _ROUNDS = 5
+# read at a time with the rights of the owner, who may not enter the layer; long ones stay open
 _BATCH = 64
 _LONG_BYTES = 1 << 16  # a longer file is copied in the kernel
 # of a path that has become something else; ESTALE is overlayfs's, of what was renamed under it
 _CHANGED = (
+    # EINVAL: no link any more, for readlink; ENXIO: a socket, for open
     *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO),
     errno.ESTALE,
 )
@@ -288,6 +290,7 @@ class _Copy:
         self._owner = owner
         self._own = os.fsencode(own or directory) + b"/"
         self._earlier = os.fsencode(earlier or directory) + b"/"
+        # umask(2) tells the mask only while it sets one
         self._umask = os.umask(0o077)
         os.umask(self._umask)
         self.recorded = _read_record(earlier) if earlier else None
@@ -299,6 +302,7 @@ class _Copy:
         """
         with suppress(FileExistsError):
             os.mkdir(self._directory, 0o755)
+        # what is in a directory goes before it
         for path in reversed([at for at, piece in copied.items() if wanted.get(at) != piece]):
             is_kept = path in wanted and wanted[path].is_directory and copied[path].is_directory
             if not is_kept:
@@ -309,6 +313,7 @@ class _Copy:
         while batch := list(islice(todo, _BATCH)):
             self._put_all(batch, unlocked)
         touched = {above for path in new for above in parents(path)} | new.keys()
+        # children first: a directory without its x bit locks a daemon that is not root out of them
         for path in sorted(touched & wanted.keys(), reverse=True):
             if (piece := wanted[path]).is_directory:
                 target = self._directory + path
@@ -394,6 +399,7 @@ class _Copy:
         if piece.is_directory:
             self._attributes[path] = read.attributes if read else {}
             with suppress(FileExistsError):
+                # its own mode, which may forbid writing, comes last (`bring`)
                 os.mkdir(target, 0o700)
         elif read is None:
             return

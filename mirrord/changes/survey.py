@@ -76,6 +76,7 @@ def overlay_changes(paths: OverlayPaths, mirror: Path, tree_id: str) -> list[byt
     acting = ActingAs(paths.owner)
     with denials_named(paths.owner), _opened(paths, acting) as overlay, acting:
         _, merged, written, own, all_below = overlay
+        # the index and the store of a template have a `.git` alone, which is no change
         below = [layer for layer in all_below if names_in(layer) != [b".git"]]
         differing, replaced = _walk(written, merged, own, below)
         covered = set[bytes]()

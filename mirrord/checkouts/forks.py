@@ -14,6 +14,7 @@ from .leases import Leases
 
 SNAPSHOTS_LIMIT = 128
 
+# last copies, which the next one shares where nothing changed; one forgotten is copied again
 _LATEST_MAX = 4096
 
 

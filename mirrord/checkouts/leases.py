@@ -62,6 +62,7 @@ class Leases:
 
     def open(self) -> tuple[list[Lease], list[Directories]]:
         """Read the leases of an earlier daemon; return them, and the directories without one."""
+        # owners pass through to their own checkouts, and list nobody's
         self.public.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._private.mkdir(mode=0o700, exist_ok=True)
         trash = []
@@ -244,6 +245,8 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
     try:
         with opened(os.open(path, _CREATE, 0o600)) as fd:
             write_all(fd, to_json(lease, "directories", "state"))
+            # a renewal replaces a lease that may be hours old: on some file systems a power cut
+            # would bring it back empty
             if durably:
                 os.fsync(fd)
     except OSError:

@@ -302,6 +302,7 @@ class OverlayBackend:
             except FileExistsError:  # left by a reset that failed
                 self._discard(lease, layer)
                 os.mkdir(path, 0o700)
+            # the root of the mount has the mode and the owner of `upper`
             os.mkdir(f"{path}/upper", 0o755)
             os.mkdir(f"{path}/work", 0o700)
             if lease.owner != self._me:

@@ -34,6 +34,7 @@ from .requests.resolve import ResolvedRequest
 _TIMEOUT = timedelta(minutes=10)
 # calls up to a minute have turns of their own: a receipt does not wait behind builds and audits
 _SHORT = timedelta(minutes=1)
+# closures of stores; the indexes of one forgotten are read again
 _CACHED = 1024
 _SEALED = "packs that hold exactly the closure, each object hashed when they were made"
 _TEMPLATE = "each file hashed, the whole compared with the tree, since the host started"
@@ -220,6 +221,7 @@ def _digest(diff: bytes | Path) -> protocol.Digest:
     if isinstance(diff, bytes):
         return protocol.Digest(bytes=len(diff), sha256=hashlib.sha256(diff).hexdigest())
     with diff.open("rb") as file:
+        # while it is open, so that no failure leaves it
         diff.unlink()
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return protocol.Digest(bytes=file.tell(), sha256=sha256)

@@ -28,6 +28,7 @@ Contents = Callable[[bytes], bytes]
 Expected = Mapping[bytes, os.stat_result | None]
 
 _GONE = (errno.ENOENT, errno.ENOTDIR)
+# POSIX allows either for a directory that is not empty
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 
 
@@ -303,6 +304,7 @@ def _named(path: bytes) -> Iterator[None]:
     except PermissionError as error:
         raise PermissionError(error.errno, error.strerror, path) from error
     except OSError as error:
+        # EXDEV: across a mount point; EBUSY: a mount point itself, for rename and rmdir
         if error.errno in (errno.EXDEV, errno.EBUSY):
             raise mounted_on(path) from error
         if error.errno in (*_GONE, *_TAKEN, errno.EISDIR):

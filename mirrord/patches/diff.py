@@ -146,6 +146,7 @@ def _spooled(pieces: Iterable[bytes], spool: Path) -> bytes | None:
 def _by_git(
     job: PatchJob, worktree: Worktree, changes: list[Change], form: DiffFormat, spool: Path
 ) -> bytes | None:
+    # left by a call that was killed
     remove_tree(job.scratch)
     try:
         rules = job.scratch / "rules"

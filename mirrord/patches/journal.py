@@ -84,6 +84,7 @@ def has_journal(private: Path) -> bool:
 def begin(private: Path, journal: Journal) -> None:
     """Write the journal of a change that begins."""
     path = f"{private}/{_CHANGING}"
+    # not flushed: after a power failure it may be without sense (`read`)
     with opened(os.open(f"{path}.new", _CREATE, 0o600)) as fd:
         write_all(fd, _to_json(journal))
     os.rename(f"{path}.new", path)

@@ -37,6 +37,7 @@ _INDEX = re.compile(rb"[^. ]{1,40}\.\.[^ ]{1,40}(?: (.*))?$", re.DOTALL)
 _NO_NEWLINE = b"\\ "
 _NO_NEWLINE_BYTES = 11  # without its newline; no translation of git has a shorter one
 _SLASH, _TAB = b"/\t"
+# blank lines at the end of a patch that GNU patch takes for cut off (pch.c)
 _MAX_CUT_LINES = 3
 _SWAPPED = {CONTEXT: CONTEXT, REMOVED: ADDED, ADDED: REMOVED}
 
@@ -379,6 +380,7 @@ def _mode(text: bytes) -> int:
 # -- names -----------------------------------------------------------------------------------------
 
 _NAME_LIMIT_BYTES = 4 * TREE_PATH_LIMIT_BYTES
+# the times that git takes off a name (diff_timestamp_len in apply.c)
 _STAMP = re.compile(
     rb"(?:\t| +)(?:\d\d)?\d\d-\d\d-\d\d(?: \d\d:\d\d:\d\d)?(?:\.\d+)?(?: [-+]\d\d:?\d\d)?$"
 )

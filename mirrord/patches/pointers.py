@@ -29,6 +29,7 @@ _SECTION = re.compile(
     rb"(?:\+Subproject commit " + _ID + rb"\r?(?:\n|\Z))?"
     rb"(?=diff |--- |Submodule |-- \n|\n|\Z)"
 )
+# `git diff --submodule=log` or `=diff`: abbreviated ids, three dots where history was rewritten
 _LOG = re.compile(
     rb"(?m)^Submodule (.+) ([0-9a-f]{7,64})\.{2,3}([0-9a-f]{7,64})"
     rb"(?: \([a-z ]+\))?:?\r?\n(?:  [<>] [^\n]*\n)*"

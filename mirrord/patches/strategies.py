@@ -231,6 +231,7 @@ class _Application:
                 for path, file in before.items()
             ]
             repository.write_index(entries)
+            # `--3way` finds the blobs that the index lines name, if it has them
             for path in before if self.base else ():
                 if self.base and (old := self.base.read(path)) and old.mode != DIRECTORY:
                     _stored(repository, old)
@@ -238,6 +239,7 @@ class _Application:
                 *_UNFLUSHED, "apply", "--cached", "--whitespace=nowarn", *options,
                 *(("--reverse",) if self.reverse else ()), "-", doing="apply a patch",
                 git_dir=repository.git_dir, work_tree=self.scratch, stdin=patch,
+                # git 2.39 aborts on some patches: a refusal like the others
                 ok=(0, 1, 128, -SIGABRT), timeout=_TIMEOUT,
             )  # fmt: skip
             if done.status:

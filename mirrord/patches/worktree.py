@@ -26,6 +26,7 @@ from ..trees.reader import TreeReader
 from .parse import EXECUTABLE, REGULAR, SYMLINK
 
 ATTRIBUTES = b".gitattributes"
+# of all changed files: a worker has them in memory at once
 BYTES_LIMIT = 512 * 1024**2
 SMALLER_HINT = "remove it, or let a .gitignore name it"
 

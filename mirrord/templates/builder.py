@@ -56,6 +56,7 @@ async def no_composition(_name: MirrorName, _commit: CommitId) -> Composition | 
 
 GRAPH_MIN_OBJECTS = 20_000  # with fewer, `log`, `blame` and `describe` are as fast without a graph
 _CHECK_TIMEOUT = timedelta(minutes=10)
+# git takes a directory without `objects` and `refs` for no repository, even if they are empty
 _DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
 
 
@@ -180,8 +181,8 @@ class StoreBuilder:
             stdin="".join(f"{commit}\n" for commit in sorted(commits)).encode(),
             doing="order commits",
         )  # fmt: skip
-        found = [CommitId(line) for line in done.lines]
-        return [*found, *sorted(set(commits).difference(found))]
+        ordered = [CommitId(line) for line in done.lines]
+        return [*ordered, *sorted(set(commits).difference(ordered))]
 
     # -- what exists -------------------------------------------------------------------------------
 

@@ -87,6 +87,7 @@ class Commits:
 # of first parents: where a short walk finds nothing to share, all of them
 _WALK_LIMITS = (2048, None)
 _PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
+# with a commit-graph git walks over a commit that is missing, without a word
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent", "--stdin")
 
 

@@ -189,6 +189,7 @@ class EnvironmentStore:
         """
         self.held[digest] += n
         with suppress(FileNotFoundError):
+            # the mtime is what `used_at` reads, also in the next daemon
             os.utime(self.root / digest)
 
     def drop(self, digest: str) -> None:
@@ -309,10 +310,10 @@ def sweep_shared(shared: Path) -> int:
         for name in names:
             path = os.path.join(above, name)
             with suppress(FileNotFoundError):
-                found = os.lstat(path)
-                if found.st_nlink == 1:
+                st = os.lstat(path)
+                if st.st_nlink == 1:
                     os.unlink(path)
-                    freed += found.st_blocks * 512
+                    freed += st.st_blocks * 512
     return freed
 
 
@@ -412,6 +413,7 @@ def _link_shared(known: Path, target: Path, digest: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
+        # no room for a link: the next copy becomes the shared file
         if error.errno != errno.EMLINK:
             raise
         known.unlink()

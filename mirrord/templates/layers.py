@@ -357,9 +357,9 @@ def _weigh(layer: Path) -> tuple[int, int]:
     own = shared = 0
     for above, directories, names in os.walk(layer):
         for name in (*directories, *names):
-            found = os.lstat(os.path.join(above, name))
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink == 1:
-                own += found.st_blocks * 512
-            elif found.st_nlink == 2:  # the layer's own, and the one among the shared files
-                shared += found.st_blocks * 512
+            st = os.lstat(os.path.join(above, name))
+            if not stat.S_ISREG(st.st_mode) or st.st_nlink == 1:
+                own += st.st_blocks * 512
+            elif st.st_nlink == 2:  # the layer's own, and the one among the shared files
+                shared += st.st_blocks * 512
     return own, shared

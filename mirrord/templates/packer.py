@@ -64,6 +64,9 @@ class PackFile:
 # Most objects are copied with their deltas. For the others pack-objects tries bases of similar
 # paths, so it gets the paths: a window of two is then as good as ten without (git 2.39; 10,000
 # objects of sympy: 6.1 MB in 0.5 s of processor, without paths 6.0 MB in 2.3 s).
+#
+# core.fsync: packs are a cache, and one torn by a power failure is found by its size.
+# pack.writeReverseIndex: from git 2.41 on there would be a `.rev`, a file that no store records.
 _PACK = (
     *UNTRUSTING, "-c", "pack.threads=2", "-c", "pack.window=2", "-c", "pack.compression=1",
     "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
@@ -229,6 +232,7 @@ async def write_graph(git: Git, trash: Trash, graph: Path, chain: Sequence[PackF
     with building(graph.parent.parent, trash) as scratch:
         for directory in ("objects/pack", "objects/info", "refs"):
             (scratch / directory).mkdir(parents=True)
+        # no repository without a HEAD; its branch need not exist
         (scratch / "HEAD").write_text("ref: refs/heads/none\n")
         for pack in chain:
             for source in (pack.path, pack.index):

@@ -25,6 +25,7 @@ from ..workers.pool import Workers
 from ..workers.turns import Turns
 from .layers import Layer, blobs_path, chain_of, read_record, verify_layer
 
+# each costs a tree difference before a layer is built
 CANDIDATES_PER_DEPTH = 2
 _BUILDING = ".building-"
 # every file of a layer is read

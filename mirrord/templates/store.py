@@ -55,6 +55,7 @@ CONTROL_FILES = ("HEAD", "config", "packed-refs")
 StoreStat = tuple[int, int, int, int]
 StoreKey = tuple[str, CommitId, History]
 """The key of a mirror, and the commit and history that identify its store and template."""
+# no room for a link (ext4: 65,000), another mount, a file system without hard links (link(2))
 _UNLINKABLE = {errno.EMLINK, errno.EXDEV, errno.EPERM}
 
 
@@ -114,19 +115,19 @@ def save(store: SealedStore) -> None:
 
 def load(path: Path, name: MirrorName) -> SealedStore | None:
     """Return the store at `path`; None where it is absent or torn."""
-    found = read_record(path, name)
+    store = read_record(path, name)
     with suppress(OSError):
         if (
-            found
-            and is_as_built(found)
-            and (not found.modules or modules_sum(found.path) == found.modules)
-            and (not (found.git / GRAPH).exists() or graph_is_whole(found.git / GRAPH))
+            store
+            and is_as_built(store)
+            and (not store.modules or modules_sum(store.path) == store.modules)
+            and (not (store.git / GRAPH).exists() or graph_is_whole(store.git / GRAPH))
             and all(
-                has_both_ends(found.git / "objects/pack" / pack, size)
-                for pack, size in zip(found.packs, found.pack_sizes, strict=True)
+                has_both_ends(store.git / "objects/pack" / pack, size)
+                for pack, size in zip(store.packs, store.pack_sizes, strict=True)
             )
         ):
-            return found
+            return store
     return None
 
 
@@ -161,11 +162,11 @@ def note_uses(used: Mapping[SealedStore, float]) -> None:
 def is_as_built(store: SealedStore) -> bool:
     """Return whether the control files are unchanged and every pack exists; reads no pack."""
     try:
-        found = control_sum(read_plain(store.git / name) for name in CONTROL_FILES)
+        control = control_sum(read_plain(store.git / name) for name in CONTROL_FILES)
     except OSError:
         return False
     packs = [store.git / "objects/pack" / name for name in store.packs]
-    return found == store.control and all(
+    return control == store.control and all(
         pack.exists() and pack.with_suffix(".idx").exists() for pack in packs
     )
 
@@ -197,12 +198,12 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
 
 def stats_of(store: SealedStore) -> dict[str, StoreStat]:
     """Return the stat of each file below `.git`, which tells whether it was written since."""
-    found: dict[str, StoreStat] = {}
+    stats: dict[str, StoreStat] = {}
     for above, _, names in os.walk(store.git):
         for name in names:
             seen = os.lstat(path := os.path.join(above, name))
-            found[path] = seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
-    return found
+            stats[path] = seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
+    return stats
 
 
 def find_damage(store: SealedStore, changed: Collection[str]) -> list[str]:
@@ -229,8 +230,8 @@ def modules_sum(top: Path) -> str:
             continue
         for name in sorted(names):
             path = os.path.join(above, name)
-            found = os.lstat(path)
-            size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+            st = os.lstat(path)
+            size = st.st_size if stat.S_ISREG(st.st_mode) else 0
             digest.update(os.fsencode(f"{os.path.relpath(path, top)}\0{size}\0"))
     return digest.hexdigest()
 
@@ -255,6 +256,7 @@ def building(directory: Path, trash: Trash) -> Iterator[Path]:
 
 def publish(temporary: Path, target: Path) -> None:
     """Rename a finished directory to `target`, replacing what has that name."""
+    # mkdtemp makes it 0700, and owners of checkouts look through it
     temporary.chmod(0o755)
     if target.exists():
         shutil.rmtree(target)

@@ -74,16 +74,17 @@ class Tags:
 
     async def within(self, tags: tuple[Tag, ...], indexes: Sequence[Path]) -> set[Tag]:
         """Return those of `tags`, from `list`, whose commit is in a pack of `indexes`."""
-        found = set[Tag]()
+        shown = set[Tag]()
         for index in indexes:
-            known = self._within.get(index)
-            if known is None or known[0] is not tags:
-                known = tags, await anyio.to_thread.run_sync(_tags_in, tags, index)
+            cached = self._within.get(index)
+            # `list` returns the same object as long as no tag changes
+            if cached is None or cached[0] is not tags:
+                cached = tags, await anyio.to_thread.run_sync(_tags_in, tags, index)
                 if len(self._within) >= _INDEXES_MAX:
                     self._within.clear()
-                self._within[index] = known
-            found |= known[1]
-        return found
+                self._within[index] = cached
+            shown |= cached[1]
+        return shown
 
 
 def packed_refs(tags: Collection[Tag]) -> bytes:
@@ -99,9 +100,9 @@ def _stamp(mirror: Path) -> _Stamp | None:
     """
     places = [mirror / "packed-refs", *(Path(root) for root, _, _ in os.walk(mirror / "refs/tags"))]
     stats = [(place, place.stat()) for place in places if place.exists()]
-    if any(time.time_ns() - found.st_mtime_ns < _RACY_NS for _, found in stats):
+    if any(time.time_ns() - st.st_mtime_ns < _RACY_NS for _, st in stats):
         return None
-    return tuple((str(place), found.st_ino, found.st_mtime_ns) for place, found in stats)
+    return tuple((str(place), st.st_ino, st.st_mtime_ns) for place, st in stats)
 
 
 def _tags_in(tags: Sequence[Tag], index: Path) -> frozenset[Tag]:

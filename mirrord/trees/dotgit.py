@@ -138,11 +138,13 @@ def write_store(
             control[path] = _record(content, writer.write_file(path, contents[path]))
         for path in packs:
             with open_plain(store.packs[path]) as source:
+                # read-only, as git makes its packs
                 copied = writer.copy_file(path, source.fileno(), permissions=0o444)
                 control[path] = _record(file_id(source.fileno()), copied)
         stats = writer.stats_of(
             [path for path in writer.touched if path in control or path in manifest.files]
         )
+    # an index ends with the SHA-1 of what is before
     checksum = manifest.index if index is None else index[-20:].hex()
     return replace(manifest, control=control, index=checksum).with_stats(stats)
 
@@ -281,8 +283,8 @@ def _cached_trees(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[byte
     while pending:
         path = pending.pop()
         subtrees = below[path]
-        facts = path.rpartition(b"/")[2], counts[path], len(subtrees), files[path].oid
-        parts.append(b"%s\0%d %d\n%s" % facts)
+        header = path.rpartition(b"/")[2], counts[path], len(subtrees), files[path].oid
+        parts.append(b"%s\0%d %d\n%s" % header)
         subtrees.sort(reverse=True)
         subtrees.sort(key=len, reverse=True)  # `pending` is popped from its end
         pending += subtrees

@@ -84,6 +84,7 @@ def _hidden(
         is_free = path not in files and path not in directories
         if is_free and name in names_in(above) and files.isdisjoint(parents(path)):
             hidden.add(path)
+    # children before parents: a directory hidden here may be the last name of the one above
     for above in sorted({each for path in hidden for each in parents(path)}, reverse=True):
         inside = {above + b"/" + name for name in names_in(above)}
         if above not in directories and inside <= hidden:
@@ -91,6 +92,7 @@ def _hidden(
     return hidden
 
 
+# files held open at a time; the rights of the owner are taken once for all of them
 _BATCH = 64
 
 

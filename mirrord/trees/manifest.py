@@ -47,6 +47,7 @@ _CHECKSUM_BYTES = 20
 _COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
 _CLOCK_REALTIME_COARSE = 5  # linux/time.h
 _COUNT = struct.Struct("<I")
+# mode, oid, content and the stat; `_STAT` skips the first three, which a scan does not need
 _FIXED = struct.Struct("<I20s20sIQQQQII")
 _STAT = struct.Struct("<44xIQQQQII")
 _FIRST, _AFTER_SLASH = b"\1", b"0"  # sort after b"" (the root), and after all names in a directory
@@ -236,7 +237,7 @@ class Entries(MutableMapping[bytes, Entry]):
         for above, entry in entries.items():
             if entry.mode not in DIRECTORIES:
                 continue
-            found = below[above] = []
+            inside = below[above] = []
             prefix = above + b"/" if above else b""
             place = bisect_left(names, prefix or _FIRST)
             while place < len(names) and names[place].startswith(prefix):
@@ -245,7 +246,7 @@ class Entries(MutableMapping[bytes, Entry]):
                     place = bisect_left(names, prefix + name + _AFTER_SLASH, place)
                     continue
                 if names[place] not in self._changed:
-                    found.append(names[place])
+                    inside.append(names[place])
                 place += 1
         for path, changed in self._changed.items():
             above = path.rpartition(b"/")[0]
@@ -342,6 +343,7 @@ class Manifest:
         for the disk, and so would ext4 before a rename over a file.
         """
         spare = path.with_name(f"{path.name}.spare")
+        # no O_TRUNC, which would free the blocks; the rest of a longer file is cut off below
         fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with open(fd, "wb") as file:
             file.writelines(self.pieces())
@@ -393,6 +395,7 @@ class Manifest:
         header = json.loads(data[len(_MAGIC) : header_end])
         files_end = header_end + 1 + header.pop("sections")[0]
         if header.pop("boot") != boot_id():
+            # every ctime is racy then, so a scan reads each file
             header["recorded_ns"] = 0
         files = Entries.from_bytes(body[header_end + 1 : files_end])
         control = Entries.from_bytes(body[files_end:])

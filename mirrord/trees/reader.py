@@ -23,6 +23,7 @@ from .manifest import blob_id
 
 # hashed at a time; most files need one read
 _CHUNK_BYTES = 1 << 20
+# a directory that was removed, or replaced by a file or by a link, which is never followed
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
@@ -147,6 +148,7 @@ class TreeReader:
                 (name, os.stat(name, dir_fd=directory, follow_symlinks=False)) for name in names
             ]
         except (FileNotFoundError, PermissionError):
+            # one by one: leaves out what was removed meanwhile, and adds a missing x bit
             st = ((name, self.find_stat(inside + name)) for name in names)
             return [(name, seen) for name, seen in st if seen is not None]
 
@@ -164,12 +166,14 @@ class TreeReader:
                 self._current_fd = dict(self._stack).get(wanted, self._root)
                 return
             self._pop()
-        at, fd = (len(self._stack[-1][0]), self._stack[-1][1]) if self._stack else (0, self._root)
-        while at < len(wanted):
-            end = wanted.index(b"/", at)
-            fd = enter(self._owner, fd, wanted[:end], wanted[at:end])
-            at = end + 1
-            self._stack.append((wanted[:at], fd))
+        offset, fd = (
+            (len(self._stack[-1][0]), self._stack[-1][1]) if self._stack else (0, self._root)
+        )
+        while offset < len(wanted):
+            end = wanted.index(b"/", offset)
+            fd = enter(self._owner, fd, wanted[:end], wanted[offset:end])
+            offset = end + 1
+            self._stack.append((wanted[:offset], fd))
         self._current, self._current_fd = above, fd
 
     def _pop(self) -> None:
@@ -285,6 +289,7 @@ def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode,
                 if number % 256 == 0 and time.monotonic() > deadline:
                     return alone, links, False, count
                 count += 1
+                # st_blocks counts 512 bytes each, whatever the block size of the file system
                 if seen.st_nlink > 1 and not stat.S_ISDIR(seen.st_mode):
                     links[seen.st_dev, seen.st_ino] = seen.st_blocks * 512
                 else:

@@ -25,6 +25,7 @@ class Relocation:
     def __init__(self, places: Mapping[str, Path | str]) -> None:
         self._places = {os.fsencode(at): os.fsencode(to) for at, to in places.items()}
         names = b"|".join(map(re.escape, sorted(self._places, key=len, reverse=True)))
+        # not within a longer path: `/x/testbed` and `/testbed-2` stay as they are
         self._names = re.compile(rb"(?<![\w.-])(?:%s)(?![\w.-])" % names)
 
     def text(self, data: bytes) -> bytes:
@@ -37,6 +38,7 @@ class Relocation:
         if not _NAMING.fullmatch(path) or found.st_size > _TEXT_BYTES:
             return file
         data = os.pread(file, found.st_size, 0)
+        # a NUL: a program, in which a path of another length would move what follows
         if b"\0" in data or (text := self.text(data)) == data:
             return file
         made = os.memfd_create("mirrord")

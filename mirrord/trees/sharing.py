@@ -37,6 +37,7 @@ class SharedFiles:
         try:
             st = writer.link_file(path, source)
         except OSError as error:
+            # nobody shared it yet, or it has no room for a link: ext4 allows 65,000
             if error.errno not in (errno.ENOENT, errno.EMLINK):
                 raise
             return None
@@ -44,6 +45,7 @@ class SharedFiles:
         if has_mode and content_id(*writer.locate(path), st).hex() == content:
             return st
         writer.remove(path)
+        # its bytes or its mode changed: the next file of this content takes its place
         source.unlink(missing_ok=True)
         return None
 

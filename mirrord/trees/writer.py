@@ -111,6 +111,7 @@ class TreeWriter:
         except FileExistsError:
             self._clear(directory, path, name)
         except PermissionError:
+            # the directory may be immutable, append-only or without its w bit
             if self._trash is None:
                 raise
             with self.owner.aside():
@@ -184,6 +185,7 @@ class TreeWriter:
             st = os.fstat(fd)
             if st.st_uid != self.owner.maker[0]:
                 raise _busy(path)
+            # mkdir(2) takes off the bits of the umask
             if stat.S_IMODE(st.st_mode) != 0o755:
                 os.fchmod(fd, 0o755)
             if (st.st_uid, st.st_gid) != self.owner.owner:
@@ -200,6 +202,7 @@ class TreeWriter:
         if files.is_locked(fd):
             with self.owner.aside():
                 files.unlock(fd, b".")
+        # ACLs are among them
         for attribute in os.listxattr(fd):
             os.removexattr(fd, attribute)
         if stat.S_IMODE(os.fstat(fd).st_mode) != 0o755:

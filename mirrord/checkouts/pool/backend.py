@@ -155,6 +155,7 @@ class PoolBackend:
             except errors.MirrordError as error:
                 log.warning("objects.missing", checkout=lease.id, error=error.message)
         if lease.state is LeaseState.LIVE:  # a reset makes a tree anew, also without a manifest
+            # raises where the tree is gone, so that the lease is set aside
             os.stat(lease.tree_path, follow_symlinks=False)
 
     def _keep(self, lease: Lease) -> None:

@@ -37,6 +37,7 @@ from ..prepared import PreparedLayers
 
 ImagePreparer = Callable[[EnvironmentName, MirrorName, CommitId, History], Awaitable[None]]
 """Makes the layer of an image for a commit, unless there is one."""
+# commits; for one forgotten, git is asked again
 _CACHED = 100_000
 
 
@@ -218,6 +219,7 @@ class Resolver:
         if naming is Naming.ANYTHING:
             return await self._resolve_commit(name, commitish)
         digits = commitish.lower()
+        # git takes no abbreviation shorter than four digits
         if re.fullmatch(r"[0-9a-f]{4,40}", digits):
             base = await self.datasets.find_base_commit(name, digits)
             if base is not None:
