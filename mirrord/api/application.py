@@ -52,6 +52,7 @@ class Routes:
         self._plain: dict[str, dict[str, Endpoint]] = {}
         self._patterns: dict[re.Pattern[str], dict[str, Endpoint]] = {}
         for endpoint in ENDPOINTS:
+            # re.escape writes {name} as \{name\}
             pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(endpoint.path))
             methods = (
                 self._patterns.setdefault(re.compile(pattern), {})
@@ -131,6 +132,7 @@ class Application:
                     if not await body.is_drained(request.headers):
                         response.headers["connection"] = "close"
                 engine.traffic.observe(name, response.status_code, perf_counter() - started)
+                # a stream's body may come much later, and HEAD has none
                 if type(response) is Response and request.method != "HEAD":
                     request.state.connection.join_head()
                 await response(scope, receive, send_with_id)

@@ -223,6 +223,7 @@ class GradeQuery(Query):
     history: History | None = None
     backend: Backend | None = None
     ttl: float | None = Field(None, gt=0, le=366 * 86400, description="seconds")
+    # the last one is (uid_t)-1, by which chown(2) leaves the owner as it is
     owner: int | None = Field(None, ge=0, lt=2**32 - 1)
     bind: Bind = Bind.LEASE
     attach: bool = False

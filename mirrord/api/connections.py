@@ -96,6 +96,7 @@ class Connections:
 
     def _make_room(self, uid: int, role: Role) -> bool:
         """Return whether a user may open a connection, after closing an idle one if necessary."""
+        # `own + 1` below: the other user is left with as many, so no two evict each other in turn
         own = len(self._by_user.get(uid, ()))
         if role is Role.ADMIN:
             return len(self._user_by_connection) < self._max_connections or self._evict_idle(

@@ -172,6 +172,7 @@ class Body:
         length = headers.get("content-length", "0" if "transfer-encoding" not in headers else None)
         if self._has_ended or length == "0":
             return True
+        # who waits for `100 Continue` has sent nothing, and reads the refusal
         if "expect" in headers or (length and int(length) > _DRAIN_LIMIT_BYTES):
             return False
         left = _DRAIN_LIMIT_BYTES

@@ -70,10 +70,12 @@ class Server:
             http=self._kind,
             ws="none",
             lifespan="off",
+            # uvicorn would set up the logging of the process
             log_config=None,
             access_log=False,
             server_header=False,
             date_header=False,
+            # by default it believes X-Forwarded-For
             proxy_headers=False,
             timeout_keep_alive=keep_alive_s,
         )
@@ -90,6 +92,7 @@ class Server:
         self._listeners.append(
             await loop.create_unix_server(self._connect, sock=listener, backlog=_ACCEPTED_AT_ONCE)
         )
+        # again: asyncio has just called it with the small number
         listener.listen(_BACKLOG)
 
     async def listen_at(self, host: str, port: int) -> None:
@@ -262,6 +265,7 @@ class HttpConnection(HttpToolsProtocol):
         try:
             if self.transport.get_write_buffer_size():
                 raise BlockingIOError(errno.EAGAIN, "it does not read its answers")
+            # the transport's socket has no sendmsg, and closing this one must leave it open
             with socket.socket(fileno=os.dup(plain.fileno())) as same:
                 socket.send_fds(same, [_INTERIM], [descriptor])
         except OSError as error:  # ETOOMANYREFS: more in flight than RLIMIT_NOFILE

@@ -37,6 +37,7 @@ class _Nothing(BaseModel):
 class _PluginCall(BaseModel):
     """The body of a call. docker omits unused members, podman sends null."""
 
+    # docker's characters for names of volumes; empty in calls that name none
     Name: Annotated[str, Field(pattern=r"^([a-zA-Z0-9][a-zA-Z0-9_.-]{0,254})?$")] = ""
     ID: Annotated[str, Field(max_length=500)] = ""
     Opts: dict[str, str] | None = None

@@ -309,6 +309,7 @@ class Catalog:
                         answer = query(connection)
                     self._outage.end()
                     return answer
+                # the whole transaction again: PostgreSQL has rolled it back
                 except errors.CatalogConflictError:
                     if not attempts_left:
                         raise
@@ -338,6 +339,7 @@ class Catalog:
         """Run work that opens the database itself."""
         self._outage.check()
         await self._reopen()
+        # a worker opens the file itself, and in the other modes nobody else may
         if self._database.mode is not Mode.SHARED:
             raise errors.DiskFullError(
                 f"cannot write the catalog {self._database.label}: the disk has no room beside it",

@@ -70,6 +70,7 @@ def _judgement_row(row: RowMapping) -> JudgementRow:
 
 
 def put_report(connection: Connection, report: Report) -> None:
+    # audits are dropped by node; of reports and receipts each node drops those of all
     lock(connection, "reports")
     row = {"id": report.id, "received_at": report.at, "document": report.to_json()}
     upsert(connection, reports, [row])

@@ -38,6 +38,7 @@ def list_changes(connection: Connection, since: int) -> tuple[int, list[str]]:
 
     A version below `since` means that the database was restored from a backup.
     """
+    # a clock that never moved, as in a new database, is below any version that a daemon has seen
     none = since if connection.dialect.name == "sqlite" else min(since, 0)
     is_new = or_(changes.c.version > since, changes.c.topic == _CLOCK)
     query = select(changes.c.topic, changes.c.version).where(is_new).order_by(changes.c.version)

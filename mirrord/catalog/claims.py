@@ -27,10 +27,11 @@ _is_free = or_(claims.c.node.is_(None), claims.c.expires_ms <= clock_ms())
 def enrol(connection: Connection, hosts: Mapping[str, str]) -> None:
     """Schedule new work, due now. `hosts` maps claim keys to the upstream's host, or to ""."""
     query = select(claims.c.key).where(claims.c.due_ms.is_not(None))
-    known = set(connection.execute(query).scalars())
-    for key in sorted(hosts.keys() - known):
+    scheduled = set(connection.execute(query).scalars())
+    for key in sorted(hosts.keys() - scheduled):
         values = new_claim(key) | {"host": hosts[key], "due_ms": 0}
         statement = insert_of(connection, claims).values(values)
+        # a claim by request, or of a mirror that is back after its removal: its epoch goes on
         renewed = {"host": hosts[key], "due_ms": 0, "failures": 0}
         connection.execute(statement.on_conflict_do_update(index_elements=["key"], set_=renewed))
 
@@ -76,6 +77,7 @@ def claim_due(
     is_due = and_(claims.c.due_ms <= clock_ms(), _is_free)
     if not with_syncs:
         is_due &= ~claims.c.key.startswith(MIRROR)
+    # nearly every poll ends here, without the lock for which all nodes queue
     if connection.execute(select(claims.c.key).where(is_due).limit(1)).first() is None:
         return []
     lock(connection, "claims")
@@ -89,9 +91,13 @@ def claim_due(
         claims.c.due_ms <= clock_ms() - to_ms(grace), ~claims.c.key.startswith(REPAIR)
     )
     query = select(claims.c.key).where(
-        is_due, or_(is_local, is_overdue), or_(claims.c.host == "", and_(~in_batch, requested < 2))
+        is_due,
+        or_(is_local, is_overdue),
+        # beside its batch a host has one place for a request, and that may be taken
+        or_(claims.c.host == "", and_(~in_batch, requested < 2)),
     )
     query = query.order_by(claims.c.due_ms, claims.c.key).limit(most)
+    # a locked row is of a publication or a request just now, and due at the next poll too
     keys = connection.execute(query.with_for_update(skip_locked=True)).scalars().all()
     return _take(connection, node, keys, ttl, is_batch=True) if keys else []
 
@@ -135,6 +141,7 @@ def finish(connection: Connection, done: Claim) -> None:
 def hasten(connection: Connection, within: timedelta) -> None:
     """Make all work due within a time, after the interval was shortened."""
     latest = clock_ms() + to_ms(within)
+    # what failed keeps its pause, which may be upstream's Retry-After
     is_later = and_(claims.c.due_ms > latest, claims.c.failures == 0)
     connection.execute(update(claims).where(is_later).values(due_ms=latest))
 

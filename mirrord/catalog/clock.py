@@ -23,6 +23,7 @@ def _now_of_postgresql(_element: Any, _compiler: Any, **_: Any) -> str:
 
 @compiles(clock_ms, "sqlite")
 def _now_of_sqlite(_element: Any, _compiler: Any, **_: Any) -> str:
+    # 2440587.5 is the Julian day of the beginning of 1970
     return "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
 
 

@@ -48,6 +48,8 @@ class Mode(Enum):
     """Read-only without WAL. Only if there is no `-wal` file, because it would not be read."""
 
 
+# FULL: with NORMAL a power cut loses the last commits of a WAL. SQLite enforces no foreign key
+# unless told to by each connection, and without a limit a WAL keeps the size of its largest import.
 _WAL = (
     "journal_mode = WAL",
     "synchronous = FULL",
@@ -56,6 +58,7 @@ _WAL = (
 )
 _PRAGMAS = {
     Mode.SHARED: _WAL,
+    # before WAL is used: a first access in the normal mode would create `-shm`
     Mode.ALONE: ("locking_mode = EXCLUSIVE", *_WAL),
     Mode.FROZEN: ("foreign_keys = ON",),
 }
@@ -123,6 +126,7 @@ class Database:
         """Truncate SQLite's WAL, which otherwise keeps its size. A reader can prevent it."""
         if self.is_sqlite and self.mode is not Mode.FROZEN:
             with suppress(DBAPIError), self._engine.connect() as connection:
+                # it waits for readers, and nobody needs it: not for `_BUSY_TIMEOUT_S`
                 connection.exec_driver_sql("PRAGMA busy_timeout = 1000")
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -149,6 +153,7 @@ class Database:
             if state in _CONFLICTS:
                 hint = "try again: another daemon of the fleet changed the same rows"
                 raise errors.CatalogConflictError(f"{cannot_write}: {fact}", hint=hint) from error
+            # disk_full
             if state == "53100":
                 hint = "make room where PostgreSQL runs; nothing was changed, and it is retried"
                 message = f"{cannot_write}: {fact}"
@@ -219,6 +224,7 @@ def _parse_place(place: str | Path) -> URL:
         return URL.create("sqlite", database=str(place))
     try:
         url = make_url(place)
+        # SQLAlchemy takes this name for psycopg2
         if url.drivername == "postgresql":
             url = url.set(drivername="postgresql+psycopg")
         url.get_dialect()
@@ -246,6 +252,7 @@ def _open_sqlite(url: URL) -> tuple[Engine, Mode]:
     # SQLite 3.40 writes one byte of each 4 KB of `-shm` before it maps the file. With smaller
     # blocks the file has holes, and a write to one on a full disk kills the process with SIGBUS.
     disk = os.statvfs(Path(str(url.database)).parent)
+    # `-shm` grows by 32 KiB
     has_room = disk.f_bsize >= 4096 or disk.f_bavail * disk.f_frsize >= 2 * 32768
     for mode in Mode:
         engine = _make_sqlite_engine(url, mode)
@@ -269,12 +276,14 @@ def _open_sqlite(url: URL) -> tuple[Engine, Mode]:
 
 def _make_sqlite_engine(url: URL, mode: Mode) -> Engine:
     if mode is Mode.FROZEN:
+        # else SQLite wants a `-shm` even to read a database that was left in WAL mode
         query = {"immutable": "1", "mode": "ro", "uri": "true"}
         url = url.set(database=f"file:{quote(str(url.database))}", query=query)
     engine = sa.create_engine(
         url,
         pool_size=4 if mode is Mode.SHARED else 1,
         max_overflow=10 if mode is Mode.SHARED else 0,
+        # the pool hands a connection from thread to thread, never to two at a time
         connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},
         json_serializer=dumps,
     )
@@ -370,6 +379,7 @@ def migrate(place: str, to: str = HEAD) -> None:
     Loads alembic: call it in a worker, so that the daemon stays small. Raises ResourceError.
     """
     config = import_module("alembic.config").Config()
+    # alembic's configuration is an INI file that interpolates %
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     with closing(Database(place)) as database:
         backup = _back_up(database) if database.is_sqlite else None
@@ -390,6 +400,7 @@ def _back_up(database: Database) -> Path | None:
     staged = backup.with_suffix(".new")
     try:
         staged.unlink(missing_ok=True)
+        # SQLite would make it readable by all, and it has the answers of data sets
         staged.touch(mode=0o600)
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(staged)) as copy:
             source.backup(copy)

@@ -58,12 +58,12 @@ def of_dataset(dataset: str | None, *columns: Any, of: sa.Table = instances) -> 
 
 def find_dataset(connection: Connection, name: str) -> Dataset | None:
     """Find a dataset, with sums over its rows."""
-    found = connection.execute(select(datasets).where(datasets.c.name == name)).mappings().first()
-    if found is None:
+    row = connection.execute(select(datasets).where(datasets.c.name == name)).mappings().first()
+    if row is None:
         return None
-    is_own = instances.c.dataset_id == found["id"]
+    is_own = instances.c.dataset_id == row["id"]
     by_role = select(recorded.c.role, func.count(distinct(recorded.c.commit_id)))
-    by_role = by_role.where(recorded.c.dataset_id == found["id"]).group_by(recorded.c.role)
+    by_role = by_role.where(recorded.c.dataset_id == row["id"]).group_by(recorded.c.role)
     roles = connection.execute(by_role.order_by(recorded.c.role))
     created = instances.c.created_at
     sums = select(
@@ -71,10 +71,11 @@ def find_dataset(connection: Connection, name: str) -> Dataset | None:
     )
     environments, first, last = connection.execute(sums.where(is_own)).one()
     digests = select(instances.c.id, instances.c.digest).where(is_own)
+    # sorted here: PostgreSQL's order of texts depends on its locale
     rows = sorted((i.encode(), bytes(d)) for i, d in connection.execute(digests))
     return replace(
-        _dataset(connection, found, _SHOWN),
-        digest=hashlib.sha256(b"".join(b"%b\0%b" % row for row in rows)).hexdigest(),
+        _dataset(connection, row, _SHOWN),
+        digest=hashlib.sha256(b"".join(b"%b\0%b" % pair for pair in rows)).hexdigest(),
         commits_by_role={CommitRole(role): count for role, count in roles},
         environment_count=environments,
         first_created_at=first,
@@ -185,6 +186,7 @@ def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[
     )
     found: dict[tuple[str, str], tuple[str, set[str], set[CommitRole]]] = {}
     for key, commit, name, instance, role in connection.execute(query):
+        # in the order of commits: all instances of the last one listed were read
         if len(found) == limit and (key, commit) not in found:
             break
         _, ids, roles = found.setdefault((key, commit), (name, set(), set()))
@@ -368,6 +370,7 @@ def count_servable(
     """
     names, mirror, state = datasets.c.name, instances.c.mirror_name, _servable(lost).label("state")
     query = of_dataset(dataset, names, mirror, state, func.count())
+    # SQLite takes 32,766 variables a statement
     query = query.where(instances.c.base_commit.not_in(sorted(accepted)[:_SHOWN]))
     rows = connection.execute(query.group_by(names, mirror, "state").order_by(names, mirror))
     return [(name, mirror, Servable(state), count) for name, mirror, state, count in rows]
@@ -484,6 +487,7 @@ def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId 
     query = select(recorded.c.commit_id).where(
         recorded.c.mirror_key == key,
         recorded.c.role == CommitRole.BASE,
+        # a range, which the index answers; g comes after the last hexadecimal digit
         recorded.c.commit_id >= digits,
         recorded.c.commit_id < f"{digits}g",
     )

@@ -95,7 +95,7 @@ def list_generations(
     query = select(*columns, generations.c.manifest)
     if keys is not None:
         query = query.where(generations.c.mirror_key.in_(list(keys)))
-    return {key: Generation(*facts) for key, *facts in connection.execute(query)}
+    return {key: Generation(*values) for key, *values in connection.execute(query)}
 
 
 def put_closure(connection: Connection, key: str, commit: str, document: Mapping[str, Any]) -> None:

@@ -86,6 +86,7 @@ def put_compositions(connection: Connection, dataset_id: int, compositions: Comp
         }
         for identity, commit, key, name in sorted(rows)
     ]
+    # a row's key is without its mirror, and forks of one repository have commits in common
     unique = {(value["instance_id"], value["commit_id"]): value for value in values}
     if unique:
         connection.execute(insert(recorded), [*unique.values()])

@@ -47,6 +47,8 @@ def open_engine(url: URL, statement_timeout: timedelta) -> Engine:
                     raise psycopg.OperationalError(fact) from error
                 raise
 
+    # pre_ping: a connection that a restart of the server closed must cost no request.
+    # REPEATABLE READ: a read is one snapshot; writes ask for READ COMMITTED.
     engine = create_engine(
         url, pool_size=_POOL, max_overflow=0, pool_timeout=_CONNECT_S, pool_pre_ping=True,
         isolation_level="REPEATABLE READ", json_serializer=dumps,
@@ -57,10 +59,10 @@ def open_engine(url: URL, statement_timeout: timedelta) -> Engine:
         # psycopg hands out bytes for text of a SQL_ASCII database, which initdb without LANG makes
         usual = {"connect_timeout": _CONNECT_S, "application_name": "mirrord", "client_encoding":
                  "utf8", "tcp_user_timeout": int(timeout_s * 1000)}  # fmt: skip
-        found: dict[str, Any] = usual | given
-        if "password" not in found and "passfile" not in found and (password := _credential()):
-            found["password"] = password
-        return Connection.connect(prepare_threshold=None, **found)
+        options: dict[str, Any] = usual | given
+        if "password" not in options and "passfile" not in options and (password := _credential()):
+            options["password"] = password
+        return Connection.connect(prepare_threshold=None, **options)
 
     return engine
 

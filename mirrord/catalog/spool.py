@@ -117,10 +117,10 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
     with _writing(place) as connection:
         lock(connection, f"dataset/{head.name}")
         named = select(datasets.c.id, datasets.c.sha256).where(datasets.c.name == head.name)
-        found = connection.execute(named).first()
-        if found is not None and found.sha256 != head.sha256:
+        old = connection.execute(named).first()
+        if old is not None and old.sha256 != head.sha256:
             return None
-        dataset_id = _put_head(connection, head) if found is None else int(found.id)
+        dataset_id = _put_head(connection, head) if old is None else int(old.id)
         ids = select(instances.c.id).where(instances.c.dataset_id == dataset_id)
         existing = set(connection.execute(ids).scalars())
         count = 0
@@ -140,6 +140,7 @@ def _resolved(row: InstanceRow, found: Found) -> InstanceRow:
     base = by_name.get(row.revision or "")
     if base is None or row.base_commit is not None:
         return row
+    # a branch of SWE-smith ends at the bug; with ~ or ^ a row means a commit before that
     is_bug = row.direction is Direction.REVERSE and not re.search(r"[~^]", row.revision or "")
     roles = (CommitRole.BASE, CommitRole.BUG) if is_bug else (CommitRole.BASE,)
     commits = (*((base, role) for role in roles), *row.commits)
@@ -248,6 +249,7 @@ def iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[Diges
                 row, line = resolved, encode_row(resolved)
             batch.append((row_digest(line), row))
             size += len(line)
+            # by bytes too: rows of Multi-SWE-bench have up to 168 MB
             if size >= 4 * 1024**2 or len(batch) >= 500:
                 yield batch
                 batch, size = [], 0
@@ -341,16 +343,16 @@ def compare_dataset(place: str, name: str, spool: Path) -> RowsChange:
         for batch in iter_batches(spool):
             new = {row.id: row for digest, row in batch if old.get(row.id) != digest}
             unchanged += len(batch) - len(new)
-            known = {row.id: row for row in find_instances(connection, name, list(new))}
+            stored = {row.id: row for row in find_instances(connection, name, list(new))}
             for identity, row in new.items():
-                if identity not in known:
+                if identity not in stored:
                     change.added.append(identity)
-                elif differing := list(_iter_differing(known[identity], row)):
-                    found = InstanceChange(id=identity, fields=differing)
+                elif differing := list(_iter_differing(stored[identity], row)):
+                    differs = InstanceChange(id=identity, fields=differing)
                     if "base_commit" in differing:
-                        before = known[identity].base_commit
-                        found = replace(found, base_before=before, base_after=row.base_commit)
-                    change.changed.append(found)
+                        before = stored[identity].base_commit
+                        differs = replace(differs, base_before=before, base_after=row.base_commit)
+                    change.changed.append(differs)
                 else:
                     unchanged += 1
             for _, row in batch:

@@ -65,6 +65,7 @@ class Traffic:
         self.connections: Callable[[], Mapping[int, int]] = dict
         self.sums_s: defaultdict[str, float] = defaultdict(float)
         self._times: Counter[tuple[str, int]] = Counter()  # by endpoint and bucket
+        # twelve intervals have thirteen ends
         keep = round(WINDOW_S / SNAPSHOT_S) + 1
         self._snapshots = deque([(clock(), self._times.copy(), self.answers.copy())], maxlen=keep)
 
@@ -80,8 +81,8 @@ class Traffic:
 
     def latest(self) -> tuple[float, dict[str, Answered]]:
         """Return the length of the window, up to a minute, and its answers by endpoint."""
-        at, times, answers = self._snapshots[0]
-        return self._clock() - at, _by_endpoint(self._times - times, self.answers - answers)
+        begun, times, answers = self._snapshots[0]
+        return self._clock() - begun, _by_endpoint(self._times - times, self.answers - answers)
 
     def since_start(self) -> dict[str, Answered]:
         return _by_endpoint(self._times, self.answers)
@@ -176,6 +177,7 @@ class HealthMonitor:
         reasons += [*self._disk_reasons(), *self._notes.values()]
         reasons += [text for source in self._degrade for text in source()]
         lines = reasons + self._cached_warnings()
+        # encoded once: load balancers ask often
         if self._report and self._report.health.reasons == lines:
             return self._report
         status: Literal["ok", "degraded"] = "degraded" if reasons else "ok"
@@ -198,6 +200,7 @@ class HealthMonitor:
         except OSError as error:
             return [f"cannot read the state directory {self._state_dir}: {error.strerror}"]
         reasons = []
+        # as ext4 mounts itself after an error (errors=remount-ro)
         if disk.f_flag & os.ST_RDONLY:
             reasons.append(f"the file system of {self._state_dir} is read-only")
         if shortage := self._room.measure().shortage:
@@ -329,6 +332,7 @@ class ActivityMonitor:
 def _endpoint(name: str, answered: Answered, seconds: float) -> protocol.EndpointActivity:
     return protocol.EndpointActivity(
         endpoint=name, requests=answered.total, failed=answered.failed,
+        # a window that has just begun has no length
         per_second=round(answered.total / max(seconds, 1e-3), 3),
         p50_s=quantile(answered.buckets, 0.5), p99_s=quantile(answered.buckets, 0.99),
     )  # fmt: skip

@@ -115,6 +115,7 @@ class Engine:
             await self._open_jobs()
             self.is_open = True
         finally:
+            # after a failure too: a request that waits is told at once, not at the end of a drain
             self._opening_ended.set()
         duration_s = (utc_now() - self.started_at).total_seconds()
         self.events.publish("daemon.opened", duration_s=duration_s)
@@ -155,9 +156,11 @@ class Engine:
         """With a store, join the fleet; without one, claim a shared catalog for this daemon."""
         if not self._settings.store.url:
             if self.catalog.is_shared:
+                # a limit by host, which this claim does not have
                 claims = Claims(self.catalog, lambda: 0)
                 hold = await claims.take_catalog()
                 keeping = asyncio.create_task(claims.renew_forever())
+                # in reverse at the end: renewals stop before the claim is given back
                 self._closing.push_async_callback(claims.give_back, [hold])
                 self._closing.callback(keeping.cancel)
             return None
@@ -241,6 +244,7 @@ class Engine:
         self._closing.push_async_callback(self.checkouts.close)
         self.volumes = Volumes(self.checkouts.leasing, self.checkouts.checkout, self.checkouts.fork)
         self.health.warn_by(self.checkouts.quotas.warnings)
+        # a lease that could not be read may stand on any of them
         self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()
         self.health.degrade_by(self.checkouts.leases.problems)
@@ -338,6 +342,7 @@ class Engine:
             known = {file: signature} if signature else {}
             await self._open_watch(
                 Watch(
+                    # the directory: editors replace the file, and a watch of it would end
                     file.parent, file.name.__eq__, lambda _: self.reload(), known=known,
                     quiet=timedelta(seconds=0.2),
                 )

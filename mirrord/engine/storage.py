@@ -128,6 +128,7 @@ class Storage:
                 await self.environments.builds.drop_caches()
                 self.environments.images.drop_unused()
                 await self.trash.settle()
+            # what resisted its removal was not freed
             kept = set() if dry_run else await anyio.to_thread.run_sync(_find_existing, items)
         dropped = [
             Dropped(kind="templates", name=str(name), count=count, size_bytes=size)
@@ -242,6 +243,7 @@ class Storage:
         """Weigh items by a walk."""
         limit_s = _WALK_TIME.total_seconds()
         paths = {str(kind): [each.paths for each in some] for kind, some in items.items()}
+        # the walk ends by itself after half of this, unless the disk hangs
         weights = await self.mirrors.workers.run(weigh, paths, limit_s, timeout=_WALK_TIME * 2)
         kinds = []
         for kind, some in items.items():
@@ -291,6 +293,7 @@ class Storage:
         kinds = [_Kind("datasets", rows, sum(sizes.values()))]
         path = self.layout.catalog
         database = await anyio.to_thread.run_sync(
+            # st_blocks counts 512 bytes whatever the file system's block is
             lambda: sum(file.stat().st_blocks * 512 for file in path.parent.glob(f"{path.name}*"))
         )
         if database:  # none with a PostgreSQL

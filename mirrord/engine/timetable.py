@@ -73,6 +73,7 @@ class Schedule:
         self._context = copy_context()
         self._scheduler = AsyncIOScheduler(
             timezone="UTC",
+            # APScheduler 3 drops a run that is more than a second late
             job_defaults={"misfire_grace_time": None, "coalesce": True, "max_instances": 1},
         )
 
@@ -92,12 +93,13 @@ class Schedule:
                 self._context.run(self._scheduler.remove_job, name)
                 del self._states[name]
             for name, job in table.items():
-                known = self._states.get(name)
-                if known and (known.job.interval, known.job.jitter) == (job.interval, job.jitter):
+                last = self._states.get(name)
+                if last and (last.job.interval, last.job.jitter) == (job.interval, job.jitter):
                     continue
+                # the next regular run comes before such a pause
                 state = _LastRun(job, Backoff(job.retry, job.retry * 2**16))
-                if known:
-                    state.last_at, state.last_error = known.last_at, known.last_error
+                if last:
+                    state.last_at, state.last_error = last.last_at, last.last_error
                 self._states[name] = state
                 jitter = min(job.jitter, job.interval / 2).total_seconds()
                 self._context.run(
@@ -154,6 +156,7 @@ class Schedule:
         now = utc_now()
         if job.since is None:
             return now + min(job.interval, self._delay)
+        # after a long stop every mirror is overdue
         spread = job.jitter / 10 * _phase(job.name)
         return max(_due_at(job, job.since), now + self._delay + spread)
 
@@ -173,6 +176,7 @@ def _due_at(job: Job, since: datetime) -> datetime:
 
 def _phase(name: str) -> float:
     """Return a share of the interval, from 0 up to 1, evenly distributed over names."""
+    # hash() differs from process to process, and would move all phases at a restart
     return crc32(name.encode()) / 2**32
 
 
@@ -195,6 +199,7 @@ class Cleanup:
     async def retry(self) -> None:
         if self._clock() < self._not_before:
             return
+        # a list: every part runs, also after one that is not done
         if all([await part() for part in self._parts]):
             self._backoff.reset()
         else:

@@ -151,6 +151,7 @@ class BackgroundWork:
                     else:
                         failed.append(each)
             finally:
+                # what came before the store went away counts
                 changed = {name for each in restored for name in each.datasets}
                 await self.datasets.recompose(changed)
                 self.datasets.rows_changed(changed)
@@ -296,6 +297,7 @@ class BackgroundWork:
             try:
                 return await run(progress)
             finally:
+                # a cancelled operation too: an upload may have 256 GiB
                 with anyio.CancelScope(shield=True):
                     await self.mirrors.quarantine.remove(path)
 
@@ -420,6 +422,7 @@ class Prewarm:
                     with low_priority():
                         await self.prepare(name, commit, history)
                 prepared += 1
+            # the next commits would fail for the same reason
             except DiskFullError:
                 raise
             except MirrordError as error:

@@ -67,6 +67,7 @@ class Claims:
         finally:
             hold.users -= 1
             if not hold.users:
+                # a cancelled request, too, gives it back now; others would wait for CLAIM_TTL
                 with anyio.CancelScope(shield=True):
                     await self.give_back([hold])
 
@@ -79,6 +80,7 @@ class Claims:
             claim = await self.catalog.claim(self.holder, key, CLAIM_TTL, self.host_limit())
             if claim is not None:
                 hold = self.held[key] = Hold(claim)
+                # our own taking is one epoch; more are of another daemon in between
                 return hold, first is not None and claim.epoch > first + 1
             holder = await self.catalog.find_holder(key)
             if first is None and holder is not None:
@@ -102,6 +104,7 @@ class Claims:
         """End claims without users; while the catalog is away they expire."""
         ends: dict[tuple[timedelta | None, bool], list[Claim]] = {}
         for hold in holds:
+            # a lost one may have been taken again, with another epoch
             if self.held.get(hold.claim.key) is hold:
                 del self.held[hold.claim.key]
             ends.setdefault((hold.after, hold.has_failed), []).append(hold.claim)
@@ -113,6 +116,7 @@ class Claims:
         """Prolong all claims, and forget those that another daemon has taken over."""
         if not self.held:
             return
+        # a copy: what is taken during the query is not in its answer
         before = dict(self.held)
         renewed = await self.catalog.renew(self.holder, CLAIM_TTL, before)
         for key, hold in before.items():

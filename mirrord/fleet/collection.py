@@ -32,6 +32,7 @@ def clock_of(store: ObjectStore) -> datetime:
     """Return the store's time."""
     key = f"checks/{secrets.token_hex(16)}"
     store.put(key, b"")
+    # stores tell their time only by that of an object; this node's may be minutes off
     written = [each.written_at for each in store.iterate("checks/") if each.key == key]
     store.delete([key])
     if not written:

@@ -100,6 +100,7 @@ class Exchange:
             packs = [*old.packs] if old else []
             known = set(old.refs.values()) if old else set[str]()
             if old and _has_long_tail(packs):
+                # apart from what is new: a follower that has the generation before skips this pack
                 packs = await self._upload(repository, directory, known, (), old.number)
             fresh = set(refs.values()) - known
             packs += await self._upload(repository, directory, fresh, known, number)
@@ -127,6 +128,7 @@ class Exchange:
         replace = not known and upto > 1  # an object of that name in the store may be damaged
         with low_priority():
             made = await repository.run(
+                # git 2.41 writes a .rev file beside each pack, which is not published
                 "-c", "pack.writeReverseIndex=false", "pack-objects", "--revs", "--non-empty",
                 "--delta-base-offset", "-q", str(directory / "published"),
                 stdin=lines_of(revisions),
@@ -153,17 +155,19 @@ class Exchange:
         Pins stay as they are, because they follow the catalog. Raises StoreDamagedError where the
         store lacks something, before any ref moves.
         """
+        # a move of refs that a kill interrupted is finished first
         await recover(repository)
         manifest = await self.fetch(repository, generation)
         await _move_refs(repository, manifest)
+        # after the refs: a kill before it repeats the whole, which then finds nothing to do
         await to_thread.run_sync(write_generation, repository, generation)
         return manifest
 
     async def fetch(self, repository: Repository, generation: Generation) -> GenerationManifest:
         """Download the objects of a generation that a repository lacks, and prove it whole."""
         manifest = await to_thread.run_sync(read_manifest, self.store, repository.name, generation)
-        at = await to_thread.run_sync(read_generation, repository.path)
-        packs = [it for it in manifest.packs if at is None or it.upto > at.number]
+        own = await to_thread.run_sync(read_generation, repository.path)
+        packs = [it for it in manifest.packs if own is None or it.upto > own.number]
         await self._download(repository, packs)
         try:
             await _must_be_whole(repository, manifest)
@@ -217,6 +221,7 @@ def download_packs(
         path = into / "download.pack"
         store.download(pack_key(name, pack), path, pack.pack)
         store.download(index_key(name, pack), path.with_suffix(".idx"), pack.index)
+        # each has the bytes that the manifest says, and yet they may not belong together
         checksum = PackIndex(path.with_suffix(".idx")).pack_checksum
         if checksum != pack_trailer(path):
             fact = "its index is of another pack"

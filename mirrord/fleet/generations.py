@@ -98,6 +98,7 @@ def _read_refs(named: Any) -> Refs:
     if len(refs) < len(named):
         raise ValueError("a ref is named twice")
     for ref, oid in refs.items():
+        # a replace ref changes what a recorded commit checks out to
         if not is_safe_ref(ref) or ref.startswith("refs/replace/"):
             raise ValueError(f"the name of a ref is not allowed: {shown(ref, 100)}")
         if (
@@ -126,6 +127,7 @@ def _text(value: Any) -> str:
 
 
 def _count(value: Any) -> int:
+    # bool is an int; epochs and numbers have to fit a BIGINT and grow in it
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError("not a count")
     return value
@@ -169,6 +171,7 @@ def read_manifest(
 ) -> GenerationManifest:
     """Read a manifest; raises StoreDamagedError where it is gone or has other bytes."""
     key, fact = manifest_key(name, generation), "it is gone"
+    # as a download: a cache before the store may be at fault
     for _ in range(tries):
         content = store.get(key, limit_bytes=_MAX_MANIFEST_BYTES)
         if content is None:

@@ -28,8 +28,10 @@ _MULTIPART_BYTES = 64 * 1024**2  # a larger file is sent in parts, which takes n
 # of a directory's file system; of HTTP; of MinIO and Ceph
 _FULL = re.compile(r"No space left|quota exceeded|507 Insufficient|StorageFull|QuotaExceeded")
 _PROBE_BYTES = 64 * 1024  # a directory on a full disk takes an empty object
+# `timeout` is of a whole request, with the body of a large pack
 _CLIENT = {"connect_timeout": "5s", "timeout": "10m", "user_agent": "mirrord"}
 _OPTIONS: dict[str, Any] = {
+    # object_store's own: 10 retries within three minutes, for which a sync would wait
     "retry_config": {
         "max_retries": 5,
         "retry_timeout": timedelta(seconds=30),
@@ -75,6 +77,7 @@ class ObjectStore:
                 client: Any = _CLIENT | ({"allow_http": True} if http else {})
                 self._store = from_url(url, client_options=client, **_OPTIONS)
         except (exceptions.BaseError, ValueError) as error:
+            # obstore adds a dump of the causes below the first line
             fact = str(error).partition("\n")[0]
             raise errors.InvalidUrlError(f"cannot open store {url}: {fact}", hint=hint) from error
         except OSError as error:
@@ -85,6 +88,7 @@ class ObjectStore:
         mode: Literal["create", "overwrite"] = "overwrite" if replace else "create"
         with self._translated(f"write {key}"):
             try:
+                # by default obstore sends what is large in parts, which takes no condition
                 obstore.put(self._store, key, content, mode=mode, use_multipart=False)
             except exceptions.AlreadyExistsError:
                 return False
@@ -100,6 +104,7 @@ class ObjectStore:
             return self.put(key, path.read_bytes(), replace=replace)
         with self._translated(f"write {key}"):
             try:
+                # not safe from a race, which is harmless: both write the same bytes
                 if not replace and obstore.head(self._store, key)["size"] == size:
                     return False
             except (exceptions.NotFoundError, FileNotFoundError):
@@ -143,6 +148,7 @@ class ObjectStore:
             try:
                 for piece in obstore.get(self._store, key).stream(min_chunk_size=1 << 20):
                     size += len(piece)
+                    # what grew in the store must not fill this disk
                     if size > blob.size_bytes:
                         break
                     digest.update(piece)
@@ -159,6 +165,7 @@ class ObjectStore:
     def iterate(self, prefix: str) -> Iterator[ObjectInfo]:
         """Iterate over the objects below `prefix`, which ends with a slash."""
         with self._translated(f"list {prefix}"):
+            # a prefix is of whole segments: `a/b` does not list `a/bc`
             for batch in obstore.list(self._store, prefix.rstrip("/")):
                 for meta in batch:
                     yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"])
@@ -172,6 +179,7 @@ class ObjectStore:
     def delete(self, keys: Collection[str]) -> None:
         """Delete objects, in any order; one that is already gone is no error."""
         with self._translated("delete objects"):
+            # S3 deletes what is gone without an error, a directory does not
             if not isinstance(self._store, LocalStore):
                 obstore.delete(self._store, list(keys))  # a thousand per request
                 return

@@ -194,12 +194,13 @@ class StoreDonor:
             room.must_suffice(f"download packs of mirror {self.name}")
             if self._indexes is None:
                 manifest = read_manifest(self.store, self.name, self.generation)
-                found = {pack: self._read_index(pack, packs) for pack in manifest.packs}
-                self._indexes = {pack: index for pack, index in found.items() if index}
+                read = {pack: self._read_index(pack, packs) for pack in manifest.packs}
+                self._indexes = {pack: index for pack, index in read.items() if index}
                 self._left = {*self._indexes}
             ids, indexes = [bytes.fromhex(oid) for oid in wanted], self._indexes.items()
             having = {pack for pack, index in indexes if any(oid in index for oid in ids)}
             is_first = len(self._left) == len(self._indexes)
+            # the wanted ones first: only if one of them is damaged are the others needed
             for pack in sorted(self._left, key=lambda it: (it not in having, it.pack.size_bytes)):
                 if pack in having or (having and (self.damage or not is_first)):
                     room.must_suffice(f"download packs of mirror {self.name}")
@@ -208,6 +209,7 @@ class StoreDonor:
             raise errors.StoreUnavailableError(error.message, hint=error.hint) from error
 
     def _read_index(self, pack: PublishedPack, packs: Path) -> PackIndex | None:
+        # as many digits as git gives the name of a pack
         path = packs / f"pack-{pack.pack.sha256[:40]}.idx"
         try:
             self.store.download(index_key(self.name, pack), path, pack.index)

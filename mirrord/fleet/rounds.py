@@ -78,8 +78,9 @@ class Rounds:
         """Begin to follow other daemons, and to sync what is due."""
         await self.catalog.enrol({_COLLECTION: ""})
         for key in await self._list_on_disk():
-            if at := await self.fleet.find_lost(self.mirrors.repository(MirrorName.parse(key))):
-                self.fleet.lost[key] = at
+            repository = self.mirrors.repository(MirrorName.parse(key))
+            if newer := await self.fleet.find_lost(repository):
+                self.fleet.lost[key] = newer
         self.fleet.behind |= {key for key in self.fleet.generations if self.fleet.is_on_disk(key)}
         self._repinned |= self.fleet.behind
         self._polling = asyncio.create_task(self._poll_forever())
@@ -102,6 +103,7 @@ class Rounds:
                 log.warning("fleet.failed", detail=error.message)
             except Exception:
                 log.exception("fleet.crashed")
+            # syncs begin at a poll: with an interval of 3 s they would begin every 5
             interval = self.fleet.settings().sync.interval or POLL_INTERVAL
             await anyio.sleep(min(interval, POLL_INTERVAL).total_seconds())
 
@@ -139,6 +141,7 @@ class Rounds:
             await to_thread.run_sync(self.fleet.store.probe_write)
             await self._publish_records()
             await self._sync_unfinished()
+            # another refusal meanwhile keeps the fault
             if refusals == self.fleet.refusals:
                 self.fleet.fault = None
 
@@ -250,6 +253,7 @@ class Rounds:
 
     async def _publish_records(self) -> None:
         for key in sorted(self.fleet.unrecorded):
+            # before the work, so that what changes meanwhile is published by the next poll
             self.fleet.unrecorded.discard(key)
             name = MirrorName.parse(key)
             try:
@@ -359,6 +363,7 @@ class Rounds:
         async def record() -> None:
             if keys := {*unchanged}:
                 await self.catalog.record_unchanged(keys, utc_now())
+                # in place: every hold of the round appends to this list
                 unchanged[:] = [key for key in unchanged if key not in keys]
                 ended = [hold for hold in holds if hold.claim.key.removeprefix(MIRROR) in keys]
                 for hold in ended:
@@ -375,6 +380,7 @@ class Rounds:
         try:
             async with task_group() as beside:
                 recording = beside.create_task(record_some())
+                # a copy: syncs take their holds from the list
                 await together(map(sync, [*holds]))
                 recording.cancel()
         finally:
@@ -393,6 +399,7 @@ class Rounds:
             await self.catalog.finish(hold.claim)
         except (errors.MirrordError, OSError):
             failures = await self.catalog.count_failures(hold.claim.key)
+            # at most 17 hours: there is no interval that would bound it
             hold.after, hold.has_failed = _RETRY * 2.0 ** min(failures, 10), True
             raise
         return {"was_damaged": is_damaged}

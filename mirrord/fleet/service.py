@@ -36,8 +36,9 @@ def read_node(state_dir: Path) -> str:
     """Return the id of this state directory's node, made at its first start."""
     path = state_dir / "node"
     with suppress(FileNotFoundError):
-        if known := read_plain(path).decode("ascii").strip():
-            return known
+        # an empty file, as a power cut may leave one, is no id
+        if node := read_plain(path).decode("ascii").strip():
+            return node
     made = secrets.token_hex(8)
     write_durably(path, f"{made}\n".encode())
     return made
@@ -154,6 +155,7 @@ class Fleet(Sharing):
 
         key, work = name.key, f"{MIRROR}{name.key}"
         is_sync = progress is not None and work not in self.claims.held
+        # who waited for another daemon's sync takes its result and asks no upstream
         before = await self.catalog.find_mirror(key) if is_sync else None
         async with self.claims.holding(work, wait) as (hold, was_claimed):
             claim = FleetMirrorClaim(self, name, hold)
@@ -180,14 +182,15 @@ class Fleet(Sharing):
     ) -> None:
         """Publish a mirror as its next generation; upload all of it if the last is not whole."""
         name, epoch = claim.name, claim.hold.claim.epoch
+        # a generation replaces the one before, so it must have what others published
         if is_whole and await self.is_behind(repository):
             await self.follow(repository)
         row = claim.row or await self.catalog.find_mirror(name.key)
         if row is None:
             return  # removed
         previous = self.generations.get(name.key)
-        if at := await self.find_lost(repository):
-            self.lost[name.key] = at
+        if newer := await self.find_lost(repository):
+            self.lost[name.key] = newer
             failure = f"cannot publish mirror {name}: the catalog has an older state"
             hint = "the catalog is being brought up to date; try again in a minute"
             raise errors.ClaimLostError(failure, hint=hint)
@@ -230,6 +233,7 @@ class Fleet(Sharing):
     async def ask_for_repair(self, key: str) -> None:
         """Let a daemon that has the whole mirror check and repair it in the store."""
         with suppress(errors.CatalogUnavailableError):
+            # without the catalog: the daily collection finds the damage again
             await self.catalog.enrol({f"{REPAIR}{key}": ""})
 
     # -- generations ----------------------------------------------------------------------------
@@ -245,8 +249,8 @@ class Fleet(Sharing):
 
     async def find_lost(self, repository: Repository) -> Generation | None:
         """Return the generation of a mirror on disk if it is newer than the catalog's."""
-        at = await to_thread.run_sync(read_generation, repository.path)
-        return at if at and is_before(self.generations.get(repository.name.key), at) else None
+        own = await to_thread.run_sync(read_generation, repository.path)
+        return own if own and is_before(self.generations.get(repository.name.key), own) else None
 
     async def is_known(self, repository: Repository) -> bool:
         return await to_thread.run_sync(read_generation, repository.path) is not None

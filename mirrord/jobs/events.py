@@ -72,6 +72,7 @@ class Events:
         if not last_event_id:
             return self._last
         boot, colon, number = last_event_id.rpartition(":")
+        # a client's text: isdigit() takes ², which int() refuses, as it does more than 4,300 digits
         if (colon and boot != self.boot) or not number.isascii() or not number.isdigit():
             return 0
         return min(int(number[:18]), self._last)
@@ -110,6 +111,7 @@ class Events:
         self._followers[user] += 1
 
     def remove_follower(self, user: int) -> None:
+        # `-=` of a Counter drops who has none left
         self._followers -= Counter([user])
 
     def remembered(self, after: int) -> list[FramedEvent]:
@@ -126,6 +128,7 @@ class Events:
         self._wake()
 
     def _wake(self) -> None:
+        # not cleared but replaced: a follower that has not run yet must still see it
         self._arrived.set()
         self._arrived = asyncio.Event()
 

@@ -38,6 +38,7 @@ from .events import Events
 
 # administrators start as many as they like; more are refused with 429 `too-many-requests`
 RUNNING_OF_MEMBER = 16
+# 300 of one member, started within 16 s, were all kept before there was a bound
 KEPT_OF_MEMBER = 100
 
 
@@ -170,6 +171,7 @@ class Operations:
     async def close(self, drain: timedelta = timedelta()) -> None:
         """Refuse new work, wait up to `drain` for running work, cancel what remains."""
         self.is_stopping = True
+        # as in `cancel`: each task has to take its first step
         await asyncio.sleep(0)
         if self._tasks and drain:
             await asyncio.wait(self._tasks.values(), timeout=drain.total_seconds())

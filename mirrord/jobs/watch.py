@@ -21,6 +21,7 @@ from watchdog.observers import Observer
 from ..errors import MirrordError
 from ..telemetry import log
 
+# of Chrome (.crdownload), Firefox (.part), Safari (.download), WinSCP (.filepart), vim (.swp, .swx)
 PARTIAL_SUFFIXES = (
     *(".tmp", ".temp", ".part", ".partial", ".crdownload", ".download"),
     *(".swp", ".swx", ".lock", ".filepart", "~"),
@@ -75,6 +76,7 @@ class Watch:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        # one that could not start, for want of inotify instances, has no thread to join
         if self._observer.is_alive():
             self._observer.stop()
             await anyio.to_thread.run_sync(self._observer.join)
@@ -138,8 +140,8 @@ def signature_of(path: Path) -> Signature | None:
     except OSError:
         return None
     is_file = stat.S_ISREG(st.st_mode)
-    facts = (st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
-    return Signature(*facts) if is_file else None
+    state = (st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+    return Signature(*state) if is_file else None
 
 
 def is_complete_name(name: str) -> bool:

@@ -118,6 +118,7 @@ def chart(
 def _bounds(values: Sequence[float], *, log: bool, most: float) -> tuple[float, float]:
     if not log:
         return 0.0, max([most, *values]) or 1.0
+    # zero has no logarithm; 0.1 ms is below every bucket of response times
     low = 10.0 ** math.floor(math.log10(max(min(values, default=0.001), 1e-4)))
     high = 10.0 ** math.ceil(math.log10(max(max(values, default=0.1), 1e-4)))
     return low, max(high, 10 * low)
@@ -134,8 +135,8 @@ def _iter_paths(
     highest: dict[int, float | None] = {}
     for point in points:
         bucket = int(_BUCKETS * ((point.at - begin) / (end - begin)))
-        known = [v for v in (highest.get(bucket), point.value) if v is not None]
-        highest[bucket] = max(known, default=None)
+        values = [v for v in (highest.get(bucket), point.value) if v is not None]
+        highest[bucket] = max(values, default=None)
     path: list[str] = []
     for bucket, value in highest.items():
         if value is not None:

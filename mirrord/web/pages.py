@@ -23,6 +23,7 @@ from . import figures, overview, records, views
 from .figures import duration
 
 Facts = dict[str, Any]
+# the page's refresh is a visitor's value: these and no other
 _RENEWALS_S = {"5", "10", "60"}
 
 
@@ -84,6 +85,7 @@ class Pages:
             path=lambda text: quote(text, safe=""), number=lambda value: f"{value:,}",
             name=quote_name,
         )  # fmt: skip
+        # a template that is broken fails the opening of the page, not a visit
         for name in self._environment.list_templates():
             self._environment.get_template(name)
 

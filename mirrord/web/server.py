@@ -213,6 +213,7 @@ class WebApplication:
         if name.startswith("["):
             name = name[1:].partition("]")[0]
         else:
+            # a full name may end with the dot of the root
             name = name.partition(":")[0].removesuffix(".")
         web = self._engine.settings().web
         names = {web.listen.rpartition(":")[0].strip("[]"), *web.hosts}
@@ -241,6 +242,7 @@ class WebApplication:
         except Exception:
             log.exception("page.crashed", path=path)
             return _plain(500, "An unexpected error. This is a bug; the daemon's log has details.")
+        # visitors choose paths: those that name nothing must not push out pages
         if answer.status == 200:
             now = time.monotonic()
             self._cache[path, query] = now + max(1.0, 10 * (now - began)), answer

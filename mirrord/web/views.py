@@ -28,6 +28,7 @@ Values = Mapping[str, str]
 # the rest is a page further
 PAGE_ROWS = 100
 LISTED = 200
+# from git's shortest abbreviation on
 _COMMIT = re.compile(r"[0-9a-f]{7,}", re.IGNORECASE)
 _WHY = {
     Servable.READY: "can be checked out and graded",
@@ -52,6 +53,7 @@ def public_upstream(url: str) -> str:
     if separator and scheme.lower() != "file":
         parts = urlsplit(url)
         return f"{parts.hostname or ''}{parts.path}"
+    # as scp writes it: user@host:path
     host, colon, path = url.rpartition("@")[2].partition(":")
     if separator or not colon or url.startswith("/"):
         return "a path on this host"
@@ -164,10 +166,10 @@ class DatasetReadiness(NamedTuple):
 
 
 def readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[DatasetReadiness]:
-    found: dict[str, Counter[Servable]] = {}
+    by_dataset: dict[str, Counter[Servable]] = {}
     for name, _, state, count in counts:
-        found.setdefault(name, Counter())[state] += count
-    return [DatasetReadiness(name, states) for name, states in found.items()]
+        by_dataset.setdefault(name, Counter())[state] += count
+    return [DatasetReadiness(name, states) for name, states in by_dataset.items()]
 
 
 async def show_datasets(engine: Engine, values: Values) -> Facts:
@@ -268,10 +270,10 @@ def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
 def public_subject(engine: Engine, subject: str, datasets: set[str]) -> str:
     if subject in datasets or subject == "everything recorded":
         return subject
-    known = []
+    names = []
     for name in subject.split(", "):
         try:
-            known.append(str(engine.mirrors.get_name(name)))
+            names.append(str(engine.mirrors.get_name(name)))
         except MirrordError:
             return ""
-    return ", ".join(known)
+    return ", ".join(names)
