@@ -232,6 +232,7 @@ def host_error(error: BaseException, doing: str) -> ResourceError | None:
         fact += f" at {error.filename}"
     if error.errno in _FULL:
         return DiskFullError(fact, hint="free some space")
+    # EUCLEAN: damage, of ext4 and xfs; EROFS: ext4 becomes read-only when its disk fails
     if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN):
         return DiskFailedError(fact, hint="see the kernel's log, then audit and heal")
     return None

@@ -30,6 +30,7 @@ def dumps(
     try:
         text.encode()
     except UnicodeEncodeError:
+        # rare, so only then is every string looked at
         plain = json.loads(json.dumps(value, default=default))
         text = json.dumps(_as_utf8(plain), ensure_ascii=False, **form)
     return text
@@ -42,6 +43,7 @@ def loads(content: str | bytes) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     opening = ("[", "{") if isinstance(content, str) else (b"[", b"{")
+    # counting is cheap, and clears most documents: only the others are walked
     if sum(map(content.count, opening)) > DEPTH_MAX:  # type: ignore[arg-type]
         _check_depth(value)
     return value

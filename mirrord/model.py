@@ -343,6 +343,7 @@ class EnvironmentName(NamedTuple):
 def parse_commit(text: str) -> CommitId:
     """Read a full commit id in either letter case; raises InvalidCommitError."""
     commit = text.strip().lower()
+    # git writes zeros for no object at all
     if not _COMMIT.fullmatch(commit) or commit == "0" * 40:
         raise InvalidCommitError(
             f"cannot read commit {shown(text)}: a commit id is 40 hexadecimal digits, not all zero",
@@ -353,6 +354,7 @@ def parse_commit(text: str) -> CommitId:
 
 def parse_dataset_name(text: str) -> DatasetName:
     """Read a dataset's name; raises InvalidNameError."""
+    # git takes none of these endings, nor `..`, in a ref
     if not _OWNER.fullmatch(text) or ".." in text or text.endswith((".lock", ".")):
         rule = "a name is letters, digits, '.', '_' and '-', at most 100"
         fact = f"cannot name a dataset {shown(text)}: {rule}"

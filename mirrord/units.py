@@ -52,6 +52,7 @@ def format_duration(value: timedelta) -> str:
     milliseconds = round(value.total_seconds() * 1000)
     for unit in ("w", "d", "h", "m", "s", "ms"):
         size = round(_SECONDS[unit] * 1000)
+        # up to four weeks in days: 7d stays as config.toml has it
         if milliseconds and milliseconds % size == 0 and (unit != "w" or milliseconds > 4 * size):
             return f"{milliseconds // size}{unit}"
     return "0"

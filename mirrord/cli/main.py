@@ -40,6 +40,7 @@ def run(args: Sequence[str] | None = None) -> int:
             root.main(prog_name="mirrord", obj=session)  # prints completions and exits
         with root.make_context("mirrord", list(arguments), obj=session) as context:
             root.invoke(context)
+        # not only at exit: there a full disk or a closed pipe would end with 120
         sys.stdout.flush()
     except BrokenPipeError:  # `mirrord … | head`
         _flush_or_drop()

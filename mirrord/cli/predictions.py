@@ -33,6 +33,7 @@ def grade_all(
     """
     if dataset is not None:
         session.client.get_dataset(dataset)
+    # a first reading: of several rows for an instance the last one counts
     last: dict[tuple[str, str], int] = {}
     total = 0
     for row in read_predictions(path):

@@ -37,7 +37,8 @@ def open_image(source: str) -> tuple[str, Iterator[bytes] | None]:
         return sent, http.iter_file(Path(path))
     with os.scandir(path):  # raises here what tar would
         pass
-    left_out = [f"--exclude={each}" for each in _LEFT_OUT] if kind == "dir" else []
+    left_out = [f"--exclude={pattern}" for pattern in _LEFT_OUT] if kind == "dir" else []
+    # names of users mean other uids where it is unpacked
     options = ["--create", "--one-file-system", "--numeric-owner", *left_out]
     return sent, _pack(["tar", *options, "--directory", path, "."], source)
 

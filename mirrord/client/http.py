@@ -84,17 +84,19 @@ class Response(NamedTuple):
 def target(path: Sequence[str], query: Mapping[str, object]) -> str:
     """Return the target for segments of a path below the API, or an absolute path."""
     is_absolute = path[0].startswith("/")
-    where = path[0] if is_absolute else "/".join((API, *(quote(each, safe="") for each in path)))
+    where = path[0] if is_absolute else "/".join((API, *(quote(part, safe="") for part in path)))
     pairs = {
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in query.items()
         if value is not None
     }
+    # bytes of a name of git that are not UTF-8 arrive as they are
     return f"{where}?{urlencode(pairs, errors='surrogateescape')}" if pairs else where
 
 
 def read_head(request: HttpRequest, data: bytes) -> Head:
     """Parse the head of an answer, given without its empty line; raises GarbledError."""
+    # latin-1 takes any bytes: what is no HTTP is told as such, not as an error of decoding
     first, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
@@ -298,7 +300,7 @@ def policy_text(policy: str | Mapping[str, str] | None) -> str | None:
     """Return a policy as in requests, such as `drop` or `tests=report,git=drop`."""
     if policy is None or isinstance(policy, str):
         return policy if policy is None else str(policy)
-    return ",".join(f"{kind}={each}" for kind, each in policy.items())
+    return ",".join(f"{kind}={action}" for kind, action in policy.items())
 
 
 def iter_file(path: Path) -> Iterator[bytes]:
@@ -316,6 +318,7 @@ class EventReader:
 
     def feed(self, piece: bytes) -> Iterator[Event]:
         """Yield the events that `piece` completes."""
+        # at line feeds alone: splitlines would end an event at a separator of Unicode within it
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

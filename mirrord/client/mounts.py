@@ -29,6 +29,8 @@ _NO_MAGICLINKS, _NO_SYMLINKS, _IN_ROOT = 0x2, 0x4, 0x10  # linux/openat2.h
 _STACKED_MAX = 8
 # then SIGALRM ends the child: nothing in the other mount namespace holds the caller
 _ENTERED_SECONDS = 10
+# the root field of mountinfo, which follows renames: `.trash-` after a release; the kernel adds
+# `//deleted` once the directory is removed, and the mount stays
 _CHECKOUT_ROOT = re.compile(
     rb"/checkouts/((?:\.trash-)*[a-z2-7]{16})(?:/(tree|environment))?(?://deleted)?$"
 )
@@ -103,7 +105,7 @@ def find_attached() -> dict[Path, Attached]:
     with open("/proc/self/mountinfo", "rb") as file:
         for fields in map(bytes.split, file):
             if match := _CHECKOUT_ROOT.search(_unescape(fields[3])):
-                checkout, target = (os.fsdecode(each or b"directory") for each in match.groups())
+                checkout, target = (os.fsdecode(group or b"directory") for group in match.groups())
                 read_only = b"ro" in fields[5].split(b",")
                 place = Path(os.fsdecode(_unescape(fields[4])))
                 attached[place] = Attached(checkout, Target(target), read_only)
@@ -115,6 +117,8 @@ def _replace(mount: int, open_place: Callable[[], int], proc: str) -> None:
     for _ in range(_STACKED_MAX):
         place = open_place()
         try:
+            # umount2 takes paths alone: through the descriptor it is the place that was looked up.
+            # A mount that a more privileged namespace made is locked (EINVAL): then on top of it.
             if not _is_checkout(place, proc) or _libc.umount2(
                 f"{proc}/fd/{place}".encode(), _MNT_DETACH
             ):
@@ -174,6 +178,7 @@ def _enter_and_replace(process: int, root: int, proc: int, mount: int, path: Pat
     """Attach in the child; never returns."""
     number = errno.EIO
     try:
+        # a handler of the caller's, in Python, would run only after the system call that hangs
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_ENTERED_SECONDS)
         _must(_libc.setns(process, _CLONE_NEWNS))
@@ -187,6 +192,7 @@ def _enter_and_replace(process: int, root: int, proc: int, mount: int, path: Pat
 
 
 def _open_in(root: int, path: Path) -> int:
+    # IN_ROOT: `/` and `..` are those of the other process's root, never ours
     how = _OpenHow(_PLACE, 0, _IN_ROOT | _NO_SYMLINKS | _NO_MAGICLINKS)
     size = ctypes.c_size_t(ctypes.sizeof(how))
     return _must(_libc.syscall(_SYS_OPENAT2, root, os.fsencode(path), ctypes.byref(how), size))
@@ -201,7 +207,7 @@ def _must(result: int) -> int:
 
 def _unescape(field: bytes) -> bytes:
     """Unescape a path of mountinfo: space, tab, newline and backslash are octal."""
-    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field)
+    return re.sub(rb"\\([0-7]{3})", lambda escape: bytes([int(escape[1], 8)]), field)
 
 
 _NEEDS = {

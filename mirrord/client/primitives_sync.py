@@ -81,8 +81,10 @@ def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            # open(2) takes away what the umask does
             os.fchmod(descriptor, mode)
             yield file
+            # before it gets its name: after a power cut it could be there, and empty
             file.flush()
             os.fsync(file.fileno())
         name.replace(path)

@@ -48,10 +48,10 @@ class Candidate(NamedTuple):
 
 def lacking(row: protocol.Instance) -> tuple[str, ...]:
     """Say what a checkout of the instance lacks that its commit names."""
-    found = [f"submodule {path} is empty: {why}" for path, why in (row.missing or {}).items()]
+    lacks = [f"submodule {path} is empty: {why}" for path, why in (row.missing or {}).items()]
     if row.lfs_missing:
-        found.append(f"{row.lfs_missing} Git LFS pointers stand for files that are not had")
-    return tuple(found)
+        lacks.append(f"{row.lfs_missing} Git LFS pointers stand for files that are not had")
+    return tuple(lacks)
 
 
 PATCHES = ("@test_patch", "@patch")

@@ -64,16 +64,18 @@ def load(path: Path | None) -> Settings:
         return Settings.model_validate(values)
     except ValidationError as error:
         # the default of a setting is not made where one that it is made from is faulty
-        errors = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
+        errors = [
+            detail for detail in error.errors() if detail["type"] != "default_factory_not_called"
+        ]
     faults = []
-    for each in errors:
+    for detail in errors:
         # pydantic leaves out faulty items and then reports the list as too short
-        if each["type"] == "too_short" and any(e["loc"][:-1] == each["loc"] for e in errors):
+        if detail["type"] == "too_short" and any(e["loc"][:-1] == detail["loc"] for e in errors):
             continue
-        place = [*each["loc"], *each.get("ctx", {}).get("place", ())]
+        place = [*detail["loc"], *detail.get("ctx", {}).get("place", ())]
         place = [part for part in place if part != "[key]"]  # pydantic's mark of a dict's key
         key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).lstrip(".")
-        faults.append(ConfigFault(key, _message(each), _line_of(place, text)))
+        faults.append(ConfigFault(key, _message(detail), _line_of(place, text)))
     raise _refusal(path, *sorted(faults, key=lambda fault: fault.line or 0))
 
 
@@ -81,6 +83,7 @@ def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(_LONGEST_FILE + 1)
+        # editors of Windows write a byte order mark, which would be part of the first key
         text = content.decode("utf-8-sig")
     except OSError as error:
         raise _refusal(path, ConfigFault("", f"not readable: {error.strerror}")) from error
@@ -127,15 +130,15 @@ def _message(error: ErrorDetails) -> str:
         message = error["msg"].removeprefix("Value error, ")
         return _KINDS.get(kind) or message.replace("Input should be", "must be")
     path = [str(part) for part in error["loc"] if isinstance(part, str)]
-    known = [key for key, _ in setting_keys()]
-    same_leaf = [key for key in known if key.rpartition(".")[2] == path[-1]]
-    known += [f"mirror.{name}" for name in MirrorSettings.model_fields]
-    known += [f"credential.{name}" for name in CredentialSettings.model_fields]
-    known += [f"credential.github_app.{name}" for name in AppSettings.model_fields]
-    known += [f"grading.rule.{name}" for name in RuleSettings.model_fields]
+    keys = [key for key, _ in setting_keys()]
+    same_leaf = [key for key in keys if key.rpartition(".")[2] == path[-1]]
+    keys += [f"mirror.{name}" for name in MirrorSettings.model_fields]
+    keys += [f"credential.{name}" for name in CredentialSettings.model_fields]
+    keys += [f"credential.github_app.{name}" for name in AppSettings.model_fields]
+    keys += [f"grading.rule.{name}" for name in RuleSettings.model_fields]
     if len(path) == 1:
-        known += sorted({key.partition(".")[0] for key in known})
-    return "unknown key" + did_you_mean(".".join(path), known, otherwise=same_leaf)
+        keys += sorted({key.partition(".")[0] for key in keys})
+    return "unknown key" + did_you_mean(".".join(path), keys, otherwise=same_leaf)
 
 
 def _line_of(path: list[int | str], text: str) -> int | None:

@@ -26,6 +26,7 @@ from ..units import format_duration, format_size, parse_duration, parse_size
 class Section(BaseModel):
     """A table of the file."""
 
+    # unknown keys are errors: a daemon with other settings than were meant is worse than none
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -41,6 +42,8 @@ def _like(pattern: str, fault: str, *, is_secret: bool = False) -> Callable[[str
     return check
 
 
+# host:path of scp, but not host::path: git starts the remote helper of that name, and `ext::`
+# runs a command
 url = _like(
     r"(?i:(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*)",
     "is neither a URL of https, http, ssh, git or file, nor an absolute path, nor user@host:path",
@@ -69,6 +72,7 @@ store = _like(
     is_secret=True,
 )
 
+# a name of DNS has at most 253 characters
 _HOST = r"[a-z0-9](?:[a-z0-9._-]{0,251}[a-z0-9])?"
 
 host = _like(rf"(?i:{_HOST}|[0-9a-f:.]+)", "is not a name or an address, without a port")
@@ -88,10 +92,12 @@ def _url_template(value: str) -> str:
 
 
 def ref_pattern(value: str) -> str:
+    # what git-check-ref-format(1) refuses in every ref
     invalid = re.search(r"[\s~^:?\[\\\x00-\x1f\x7f]|\.\.|//|@\{", value)
     if not value.startswith("refs/") or value.count("*") > 1 or invalid:
         rule = "it begins with refs/ and has at most one *"
         raise ValueError(f"{shown(value)} is not a ref pattern; {rule}")
+    # a ref of upstream's there would be one of ours; a replace ref changes what a commit id names
     if value.startswith(("refs/mirrord/", "refs/replace/")):
         raise ValueError(f"{shown(value)} is reserved or unsafe and never comes from upstream")
     return value
@@ -167,6 +173,7 @@ def one_line(value: str | int) -> str:
 
 
 systemd_name = _like(r"[A-Za-z0-9._-]{1,200}", "is not the name of a systemd credential")
+# no host begins with a dash, which ssh would read as an option
 credential_url = _like(
     r"(?i:https?://[^\x00-\x20\x7f@/?#]+(?:/[^\x00-\x20\x7f@?#]*)?"
     r"|ssh://(?:[a-z0-9._-]+@)?[^\x00-\x20\x7f@/?#-][^\x00-\x20\x7f@/?#]*(?:/[^\x00-\x20\x7f@?#]*)?"

@@ -123,6 +123,7 @@ def space(settings: Settings) -> Result:
 
 def inodes(settings: Settings) -> Result:
     held = os.statvfs(existing(settings.state_dir))
+    # btrfs makes inodes as they are needed, and says 0
     if held.f_files == 0:
         return "ok", "no limit", ""
     remedy = "free inodes: a template has a file for every file of its tree"
@@ -179,6 +180,7 @@ def _locks(place: Path) -> bool:
         try:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            # POSIX locks are a process's: no other descriptor of this one would be refused
             fcntl.lockf(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
@@ -327,6 +329,7 @@ def _tree_ms(place: Path) -> tuple[float, float]:
     for entry in os.scandir(tree):
         entry.stat(follow_symlinks=False)
     ended = time.perf_counter()
+    # seconds of 200 files as milliseconds of 1,000
     return (written - began) * 1e6 / _TRIAL_FILES, (ended - written) * 1e6 / _TRIAL_FILES
 
 

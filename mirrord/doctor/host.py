@@ -65,6 +65,7 @@ _GIT_FAULTS = (
     "may run programs of an upstream that is another user's local repository (CVE-2024-32004,"
     " CVE-2024-32465)"
 )
+# databases of rpm, apk and pacman: where one is, the git in /usr/bin is the distribution's
 _PACKAGES = "/var/lib/rpm", "/usr/lib/sysimage/rpm", "/lib/apk/db", "/var/lib/pacman/local"
 
 
@@ -75,6 +76,7 @@ def _git_package() -> str | None:
         return None
     with suppress(OSError):
         packages = Path("/var/lib/dpkg/status").read_text(encoding="utf-8", errors="replace")
+        # a paragraph for each package; Debian's version of git has an epoch (1:2.39.5-0+deb12u3)
         if found := re.search(r"(?m)^Package: git\n(?:.+\n)*?Version: (?:\d+:)?(.+)", packages):
             return found[1]
     return "a package" if any(map(os.path.isdir, _PACKAGES)) else None

@@ -50,6 +50,7 @@ _START_TIMEOUT_S = 330.0  # more than TimeoutStartSec=
 def plan_install(environment: Path) -> list[HostStep]:
     """Return the steps of an installation or upgrade; raises if it could not work."""
     refuse_environment(environment)
+    # the first two, below /etc and /run, are the administrator's own
     for place in PLACES[2:]:
         if (place / "mirrord.service").exists():
             fact = f"cannot install the service: a package has its units in {place}"
@@ -88,6 +89,7 @@ def refuse_environment(environment: Path) -> None:
             f"cannot install units for {environment}: it has characters that are special in units"
         )
         raise ResourceError(fact, hint=_USE_OPT)
+    # a virtual environment's python is a link, often to one below /root, which ProtectHome= hides
     interpreter = Path(os.path.realpath(environment / "bin/python"))
     for path in (interpreter, environment, environment.resolve(), _PACKAGE.resolve()):
         for part in (path, *path.parents):
@@ -101,6 +103,7 @@ def _refuse_part(path: Path, part: Path) -> None:
     st = part.stat()
     mode = stat.S_IMODE(st.st_mode)
     is_writable = mode & 0o002 or (mode & 0o020 and st.st_gid != 0)
+    # in a sticky directory, such as /tmp, nobody replaces what root has
     if st.st_uid != 0 or (is_writable and not mode & stat.S_ISVTX):
         reason = f"others than root may change {part}, but the mount service runs as root"
         raise ResourceError(f"{fact}{reason}", hint=f"`chown root {part}; chmod go-w {part}`")
@@ -119,9 +122,11 @@ def _write_steps(environment: Path) -> Iterator[HostStep]:
         yield _write(UNITS / name, text)
     for name, path in _FRAGMENTS.items():
         yield _write(path, (SHARE / "systemd" / name).read_text())
+    # before the directories, which belong to these users
     yield _run("systemd-sysusers", "mirrord.conf")
     yield _run("systemd-tmpfiles", "--create", "mirrord.conf")
     if not CONFIG.exists():
+        # URLs in it may have passwords; the daemon reads it by CAP_DAC_READ_SEARCH
         yield _write(CONFIG, (SHARE / "config.toml").read_text(), 0o640)
 
 
@@ -135,6 +140,7 @@ def _link_steps(environment: Path) -> Iterator[HostStep]:
 def _start_steps() -> Iterator[HostStep]:
     yield _run("systemctl", "daemon-reload")
     yield _run("systemctl", "enable", *ENABLED)
+    # before the restart: systemd holds the sockets, and clients wait instead of being refused
     yield _run("systemctl", "start", *(name for name in ENABLED if name.endswith(".socket")))
     yield _run("systemctl", "restart", *_SERVICES)
 
@@ -166,6 +172,7 @@ def _is_link_into(environment: Path, link: Path) -> bool:
 
 def _unmount_all() -> None:
     """Unmount checkouts; the next daemon mounts held ones again."""
+    # a mount before the one that it is on
     for point in sorted(mounts_below(str(STATE)), reverse=True):
         if point != str(STATE):
             umount(point)

@@ -34,19 +34,20 @@ def catalog(settings: Settings) -> Result:
         return judge(not names, fact, _remedy(missing))
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            # the first fault is enough; integrity_check would compare indexes too, for longer
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            known = {row[0].lower() for row in connection.execute("SELECT name FROM mirrors")}
+            recorded = {row[0].lower() for row in connection.execute("SELECT name FROM mirrors")}
             missing -= set(connection.execute(_RECORDED))
     except sqlite3.DatabaseError as error:
         verdict = str(error)
     if verdict != "ok":
         remedy = f"stop the daemon and move {path}* away; then {_remedy(missing)}"
         return "fail", f"it is damaged: {verdict}", remedy
-    if unknown := [name for name in names if name.lower() not in known]:
-        fact = f"{len(known)} mirrors, but {len(unknown)} on disk are not recorded"
+    if unknown := [name for name in names if name.lower() not in recorded]:
+        fact = f"{len(recorded)} mirrors, but {len(unknown)} on disk are not recorded"
         return "warn", fact, _remedy(missing)
     if not missing:
-        return "ok", f"{len(known)} mirrors; all pins are recorded", ""
+        return "ok", f"{len(recorded)} mirrors; all pins are recorded", ""
     counts = sorted(Counter(owner.removeprefix("dataset/") for owner, _, _ in missing).items())
     listed = ", ".join(f"{count} of {owner}" for owner, count in counts)
     fact = f"lost, or older than the mirrors: pinned commits are not recorded, {listed}"
@@ -91,7 +92,7 @@ def _remedy(missing: set[tuple[str, str, str]]) -> str:
     owners = sorted({owner for owner, _, _ in missing if owner.startswith("dataset/")})
     if not owners:
         return _REBUILD
-    imports = [f"mirrord dataset import FILE --name {each.partition('/')[2]}" for each in owners]
+    imports = [f"mirrord dataset import FILE --name {owner.partition('/')[2]}" for owner in owners]
     fact = "Until then their pins stay; a bundle of a mirror also has its rows"
     return f"{_REBUILD}: {'; '.join(imports)}. {fact}"
 

@@ -33,6 +33,7 @@ _SYSUSERS = Path("sysusers.d/mirrord.conf")
 _TMPFILES = Path("tmpfiles.d/mirrord.conf")
 # a check ends within 20 s; a younger directory may be another doctor's
 _SCRATCH_MAX_AGE_S = 60.0
+# where systemd-sysusers(8) and systemd-tmpfiles(8) look
 _CONFIG_PLACES = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr/lib"))
 
 
@@ -62,18 +63,18 @@ def repair(settings: Settings, config_path: Path | None, *, dry_run: bool) -> li
     """Do all repairs, or with `dry_run` only list them; a failure does not stop the rest."""
     done = []
     with no_daemon(settings) as alone:
-        for each in find_repairs(settings, config_path, alone=alone):
+        for step in find_repairs(settings, config_path, alone=alone):
             if dry_run:
-                done.append(Repaired(each.what, "planned"))
+                done.append(Repaired(step.what, "planned"))
                 continue
             try:
-                each.act()
+                step.act()
             except FileNotFoundError:  # it is gone already
-                done.append(Repaired(each.what, "done"))
+                done.append(Repaired(step.what, "done"))
             except (OSError, MirrordError) as error:
-                done.append(Repaired(each.what, "failed", str(error)))
+                done.append(Repaired(step.what, "failed", str(error)))
             else:
-                done.append(Repaired(each.what, "done"))
+                done.append(Repaired(step.what, "done"))
     return done
 
 
@@ -117,7 +118,7 @@ def _accounts(settings: Settings) -> Iterator[HostStep]:
 
 def _directories(settings: Settings) -> Iterator[HostStep]:
     if _installed(_TMPFILES) and os.geteuid() == 0 and find_unit("mirrord.service"):
-        missing = [each for each in ("/run/mirrord", "/var/lib/mirrord") if not os.path.isdir(each)]
+        missing = [path for path in ("/run/mirrord", "/var/lib/mirrord") if not os.path.isdir(path)]
         if missing:
             what = f"make {' and '.join(missing)} with systemd-tmpfiles"
             yield HostStep(what, partial(run, "systemd-tmpfiles", "--create", "mirrord.conf"))

@@ -60,6 +60,7 @@ def daemon(settings: Settings) -> Result:
         opened(os.open(settings.state_dir / "daemon.lock", flags)) as lock,
     ):
         try:
+            # shared: two doctors at once do not take each other for a daemon
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(lock, 400, 0).decode(errors="replace").strip() or "starting"

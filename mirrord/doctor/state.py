@@ -77,6 +77,7 @@ def set_id_bits(settings: Settings) -> Result:
 
 def unfinished(settings: Settings) -> Result:
     quarantine = len(list(entries(settings.state_dir / "quarantine")))
+    # a younger one may be of a fetch that runs; maintenance too removes those older than an hour
     hour_ago = time.time() - 3600
     packs = settings.state_dir.glob("mirrors/*/objects/pack/tmp_*")
     old = sum(path.stat().st_mtime < hour_ago for path in packs)

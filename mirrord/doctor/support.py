@@ -27,6 +27,7 @@ from .units import NAMES
 # A report is attached to an issue: it has the newest of each.
 _LINES_MAX = 3000
 _MOUNTS_MAX = 200
+# an id as git abbreviates it, to seven digits or more
 _HEX = re.compile(r"(?i)[0-9a-f]{7,}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _IDS = {"id", "boot", "operation", "checkout", "request_id", "after", "identity", "parent"}
@@ -59,15 +60,16 @@ class Scrubber:
         if match[0].isdecimal() and len(match[0]) < 16:  # a size, a time
             return match[0]
         digest = hashlib.sha256(self._salt + match[0].lower().encode()).digest()
+        # no hexadecimal letters: no reader takes it for a commit id, and no second scrubbing does
         return "#" + "".join("ghkmnpqrstuvwxyz"[byte >> 4] for byte in digest[:10])
 
     def value(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list):
-            return [self.value(each) for each in value]
+            return [self.value(item) for item in value]
         if isinstance(value, dict):
-            return {self.text(key): self.value(each) for key, each in value.items()}
+            return {self.text(key): self.value(item) for key, item in value.items()}
         return value
 
     def facts(self, facts: dict[str, Any], with_detail: bool = False) -> dict[str, Any]:
@@ -79,8 +81,8 @@ class Scrubber:
                 kept[key] = value
             elif isinstance(value, dict):
                 kept[key] = self.facts(value, with_detail)
-            elif isinstance(value, list) and all(isinstance(each, dict) for each in value):
-                kept[key] = [self.facts(each, with_detail) for each in value]
+            elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
+                kept[key] = [self.facts(item, with_detail) for item in value]
             elif key in _NAMES or key.endswith("_at") or (with_detail and key == "detail"):
                 kept[key] = self.value(value)
             elif isinstance(value, list):
@@ -97,8 +99,8 @@ class Scrubber:
     def operation(self, operation: dict[str, Any]) -> dict[str, Any]:
         """Scrub an operation; its result, which names commits and instances, is left out."""
         about_mirror = str(operation.get("kind", "")).startswith(("mirror.", "refs."))
-        facts = {key: value for key, value in operation.items() if key != "result"}
-        kept = self.facts(facts, with_detail=about_mirror)
+        members = {key: value for key, value in operation.items() if key != "result"}
+        kept = self.facts(members, with_detail=about_mirror)
         if about_mirror:
             kept["subject"] = self.text(str(operation.get("subject")))
         return kept
@@ -179,6 +181,7 @@ def find_places(settings: Settings) -> dict[str, Any]:
 
 def read_journal(scrub: Scrubber) -> Iterator[dict[str, Any]]:
     """Yield lines of the units' journal; only some users may read it."""
+    # of a template unit, its instances
     units = [f"--unit={name.replace('@.', '@*.')}" for name in NAMES]
     text = run(
         "journalctl", "--quiet", "--no-pager", "--output=json", f"--lines={_LINES_MAX}", *units
@@ -191,6 +194,7 @@ def read_journal(scrub: Scrubber) -> Iterator[dict[str, Any]]:
     for line in islice(lines, _LINES_MAX):
         with suppress(ValueError):
             entry = json.loads(line)
+            # an array of numbers if it is not UTF-8 (journalctl --output=json)
             message = entry.get("MESSAGE")
             scrubbed = scrub.log_line(message) if isinstance(message, str) else None
             if scrubbed is None and entry.get("SYSLOG_IDENTIFIER") == "systemd":

@@ -11,6 +11,7 @@ from ..config import Settings
 from .checks import Result, judge
 
 RUNNING = Path("/run/systemd/system")
+# in systemd's order of precedence: a unit of the administrator hides that of a package
 PLACES = [
     *(Path("/etc/systemd/system"), RUNNING, Path("/usr/local/lib/systemd/system")),
     *(Path("/usr/lib/systemd/system"), Path("/lib/systemd/system")),
@@ -47,7 +48,8 @@ def units(settings: Settings) -> Result:
         if missing := [program for program in _programs(path) if not program.exists()]:
             fact = f"{path} starts {missing[0]}, which does not exist"
             return "fail", fact, "install mirrord again, or remove the unit"
-    wanted = [each for place in PLACES for each in place.glob("*.wants/mirrord.s*")]
+    # what `systemctl enable` links, whether of the service or of its socket
+    wanted = [link for place in PLACES for link in place.glob("*.wants/mirrord.s*")]
     fact = f"{len(paths)} of {len(NAMES)} in {paths[0].parent}"
     if not wanted:
         remedy = "`systemctl enable --now mirrord`; it does not start at boot otherwise"
@@ -91,7 +93,7 @@ def _is_shipped(path: Path) -> bool:
     """True if a unit is that of this release but for the paths of programs, or none is shipped."""
     for source in SHIPPED:
         with suppress(FileNotFoundError):
-            one, other = (_PROGRAM.sub("", each.read_text()) for each in (path, source / path.name))
+            one, other = (_PROGRAM.sub("", file.read_text()) for file in (path, source / path.name))
             return one == other
     return True
 
@@ -99,5 +101,6 @@ def _is_shipped(path: Path) -> bool:
 def _programs(path: Path) -> Iterator[Path]:
     """Yield the programs that a unit or drop-in starts."""
     text = path.read_text(encoding="utf-8", errors="replace")
+    # the prefixes of systemd.service(5), such as `-` for a failure that does not count
     for words in re.findall(r"(?m)^Exec\w+\s*=\s*[-@:+!]*(/\S+)", text):
         yield Path(words)

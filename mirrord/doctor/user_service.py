@@ -11,6 +11,8 @@ from ..places import xdg_directory
 from .checks import HostStep, run
 from .installer import replace
 
+# StartLimitIntervalSec=0: always restart, as the unit of the system does. Exit status 2 is an
+# invalid configuration, 5 a state directory that another daemon holds: no restart mends either.
 _UNIT = """\
 [Unit]
 Description=Git mirrors and sealed checkouts

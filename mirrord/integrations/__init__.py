@@ -24,6 +24,7 @@ async def open_sandbox(
     sandbox: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[AsyncSandbox]:
     """Yield a sandbox over a new checkout of an instance, and release it at the end."""
+    # bound to the harness's process: a killed harness leaves no checkout
     leased = {"bind": Bind.PROCESS, "sandbox": True, **(checkout or {})}
     async with (
         AsyncClient(socket) as client,

@@ -103,6 +103,7 @@ class MirrordEnvironment(BaseEnvironment):
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         packed = pack_dir_to_bytes(source_dir).read()
         await self._must("mkdir", "-p", target_dir)
+        # as root, tar would give files to the uids that they have on the host
         await self._must("tar", "-x", "--no-same-owner", "-C", target_dir, input=packed)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:

@@ -95,6 +95,7 @@ class MirrordSandboxEnvironment(SandboxEnvironment):
         if done.struck == "time":
             raise TimeoutError(f"{cmd[0]} ran for more than {timeout} s")
         code, error = done.exit_code, done.stderr.decode(errors="replace")
+        # 126 of a shell: found, but not executable; inspect-ai expects the error of the host
         if code == 126 and b"ermission denied" in done.stderr:
             raise PermissionError(errno.EACCES, error, cmd[0])
         out = done.stdout.decode(errors="replace")

@@ -44,7 +44,7 @@ def node_labels(socket: Path | str | None = None, *, most: int = LABELS_MAX) -> 
         rows = client.usage(verbose=True).rows
     warm = [(row.used_at, row.name) for row in rows if row.kind == "templates" and row.used_at]
     mirrors = dict.fromkeys(name.partition("@")[0] for _, name in sorted(warm, reverse=True))
-    return {f"mirrord/{each}": "warm" for each in islice(filter(_LABEL.fullmatch, mirrors), most)}
+    return {f"mirrord/{name}": "warm" for name in islice(filter(_LABEL.fullmatch, mirrors), most)}
 
 
 class Rollouts:
@@ -100,6 +100,7 @@ class Rollouts:
         self._client.release_checkout(checkout)
 
 
+# num_cpus=0: an actor class with a custom resource alone takes a whole CPU
 RolloutActor = ray.remote(resources={CHECKOUTS: 1}, num_cpus=0)(Rollouts)
 """Rollouts as an actor with one checkout; use `options` for more checkouts, or for CPUs."""
 

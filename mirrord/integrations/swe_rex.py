@@ -21,12 +21,14 @@ from . import open_sandbox
 # Without namespaces there is no /run to write to, and TMPDIR is private.
 _ARGUMENTS = 'set -- "${TMPDIR:-/run}/$1" "${@:2}"\n'
 # The shell reads lines from a pipe that never ends, and evaluates the file `command`.
+# setsid: `close` kills the group of the shell, and with it what it started.
 # A background shell and its children ignore SIGINT unless `env` restores the default.
 _OPEN = """\
 mkdir -p "$1" && cd "$1" && mkfifo lines printed && cd "$MIRRORD_WORKDIR" || exit
 setsid env --default-signal=INT,QUIT bash --norc <>"$1/lines" 1<>"$1/printed" 2>&1 &
 echo $! >"$1/pid"
 """
+# sed -u reads no further than the mark: what follows in the pipe is the next command's
 _RUN = """\
 kill -0 "$(<"$1/pid")" || exit
 cat >"$1/command"

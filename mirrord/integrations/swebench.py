@@ -52,6 +52,7 @@ class Container:
 
     def put_archive(self, path: str, data: bytes) -> bool:
         assert self._sandbox is not None
+        # as root, tar would give files to the uids that the archive names
         unpack = ["tar", "-x", "--no-same-owner", "-C", path]
         return self._sandbox.exec(unpack, input=data).exit_code == 0
 
@@ -81,10 +82,11 @@ class DockerClient:
         )
 
     def _create(self, *, name: str, **_: object) -> Container:
-        found = max(filter(name.startswith, self._instances), key=len, default=None)
-        if found is None:
+        # the longest: with a dot in it, one id may begin with another
+        prefix = max(filter(name.startswith, self._instances), key=len, default=None)
+        if prefix is None:
             raise InstanceNotFoundError(f"cannot find an instance for container {name}")
-        instance = self._instances[found]
+        instance = self._instances[prefix]
         container = Container(self, name, lambda stack: self._start(instance, stack))
         self.made[container.id] = container
         return container
@@ -121,10 +123,11 @@ def without_docker(
             if container is not None:
                 container.remove()
 
-        instances = [each.id for each in client.list_instances()]
+        instances = [instance.id for instance in client.list_instances()]
         stand_in = DockerClient(start, instances)
         with (
             mock.patch.object(docker, "from_env", return_value=stand_in),
+            # run_evaluation has imported the function by its name, so there are two to replace
             mock.patch.object(docker_utils, "cleanup_container", clean_up),
             mock.patch.object(run_evaluation, "cleanup_container", clean_up),
         ):

@@ -95,6 +95,7 @@ class Message:
         defaults = {name: getattr(cls, name) for name in own if hasattr(cls, name)}
         for name, default in defaults.items():
             if isinstance(default, list | dict):
+                # dataclass refuses lists and dicts as they are
                 setattr(cls, name, field(default_factory=default.copy))
         dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
         cls._defaults = {**cls._defaults, **defaults}
@@ -137,6 +138,7 @@ class Message:
         if not isinstance(value, dict):
             raise MalformedError("Input should be an object")
         if cls not in _readers:
+            # at the first reading: a process reads few of the messages
             hints = typing.get_type_hints(cls, include_extras=True)
             _readers[cls] = {name: _reader(hints[name]) for name in cls._names}
         read = {
@@ -351,4 +353,5 @@ EnvironmentName = Annotated[str, Bounds(min_length=1, max_length=300, descriptio
 _TTL = "how long the lease lives unless renewed: seconds, or a duration such as 90s, 30m or 2h"
 Ttl = Annotated[float, SecondsBounds(strict=True, gt=0, le=366 * 86400, description=_TTL)]
 _OWNER = "the uid whose checkout it is, if the caller may name it; default: the caller's own"
+# 2³²-1 is `(uid_t) -1`, which means no change to chown(2)
 OwnerUid = Annotated[int, Bounds(strict=True, ge=0, lt=2**32 - 1, description=_OWNER)]

@@ -246,6 +246,7 @@ class Rehearsed(Answer):
 # instances named in a report; the counts have all of them
 FAULTS_MAX = 1000
 _Result = Annotated[str, Bounds(pattern="^[a-z@_, -]{1,40}$")]
+# numbers of JSON are doubles to other readers, exact below 2**53
 _Counts = dict[_Result, Annotated[int, Bounds(ge=0, lt=2**53)]]
 
 

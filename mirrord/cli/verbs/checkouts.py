@@ -109,8 +109,8 @@ def reset(
     Unsaved changes are lost, in the environment too; save them with `mirrord diff` first. Layer
     and environment stay unless others are named; a layer belongs to its commit.
     """
-    found = find_id(session, checkout_id)
-    move = partial(session.client.reset_checkout, found, layer=layer, environment=environment)
+    identity = find_id(session, checkout_id)
+    move = partial(session.client.reset_checkout, identity, layer=layer, environment=environment)
     if to is not None:
         answer = move(target, dataset=dataset, to=to)
     elif target is None or dataset is not None:
@@ -256,12 +256,12 @@ def apply(
     With `--strategy tolerant` a patch may have wrong counts, text around it, other line ends or
     context that differs; stderr says how it applied.
     """
-    found = find_id(session, checkout_id)
+    identity = find_id(session, checkout_id)
     if patch.startswith("@") and patch not in {"@patch", "@test_patch"}:
         fact = f"an instance has @patch and @test_patch, not {patch}"
         raise UsageError(f"cannot apply the patch: {fact}", hint=f"a file is ./{patch}")
     content = patch if patch.startswith("@") else read_file(patch)
-    answer = session.client.apply_patch(found, content, reverse=reverse, strategy=strategy)
+    answer = session.client.apply_patch(identity, content, reverse=reverse, strategy=strategy)
     if answer.strategy is not FoundStrategy.EXACT:
         session.note(f"applied by strategy {answer.strategy}")
     for sentence in answer.notes:
@@ -303,11 +303,11 @@ def attach(
     Needs CAP_SYS_ADMIN in this mount namespace, as after `unshare --user --map-root-user --mount`.
     With --pid, for root only, PATH is as that process sees it.
     """
-    found, process = find_id(session, checkout_id), read_pid(pid)
+    identity, process = find_id(session, checkout_id), read_pid(pid)
     client = session.client
     if environment is not None:
-        client.attach_checkout(found, environment, target=Target.ENVIRONMENT, pid=process)
-    client.attach_checkout(found, path, pid=process)
+        client.attach_checkout(identity, environment, target=Target.ENVIRONMENT, pid=process)
+    client.attach_checkout(identity, path, pid=process)
     session.answer(
         {"path": str(path), "environment": environment and str(environment)}, [str(path)]
     )
@@ -329,7 +329,7 @@ def release(
     if not ids:
         own = os.getuid()
         held = client.list_checkouts(label)
-        ids = [each.id for each in held if label is not None or each.owner_uid == own]
+        ids = [lease.id for lease in held if label is not None or lease.owner_uid == own]
     session.each(ids, lambda text: client.release_checkout(find_id(session, text)))
     session.answer(None, [])
     if every:

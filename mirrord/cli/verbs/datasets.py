@@ -107,12 +107,12 @@ def _import_lines(session: Session, found: DatasetImported) -> Iterator[str]:
     yield f"{dataset.name}: {instances}, {commits} in {count(mirrors, 'mirror')}"
     kinds = f"{len(change.added)} added, {len(change.changed)} changed"
     yield f"{kinds}, {len(change.removed)} removed, {change.unchanged_count} unchanged"
-    known = session.client.get_dataset(dataset.name)
-    if ready := readiness_of(known):
+    summary = session.client.get_dataset(dataset.name)
+    if ready := readiness_of(summary):
         yield f"{ready} ready"
-    for each in known.not_ready[:_SHOWN_MIRRORS]:
-        yield f"  {each.mirror}: {each.count:,} not ready: {each.reason}"
-    if (more := len(known.not_ready) - _SHOWN_MIRRORS) > 0:
+    for group in summary.not_ready[:_SHOWN_MIRRORS]:
+        yield f"  {group.mirror}: {group.count:,} not ready: {group.reason}"
+    if (more := len(summary.not_ready) - _SHOWN_MIRRORS) > 0:
         yield f"  and {count(more, 'more mirror')}: mirrord dataset show {dataset.name}"
 
 
@@ -242,11 +242,11 @@ def _diff_lines(found: DatasetDiff) -> Iterator[str]:
     change = found.change
     yield from (f"+ {identity}" for identity in change.added)
     yield from (f"- {identity}" for identity in change.removed)
-    for each in change.changed:
-        bases = f" ({short(each.base_before)} to {short(each.base_after)})"
-        moved = bases if "base_commit" in each.fields else ""
-        yield f"~ {each.id}: {', '.join(each.fields)}{moved}"
-    moved_count = sum("base_commit" in each.fields for each in change.changed)
+    for row in change.changed:
+        bases = f" ({short(row.base_before)} to {short(row.base_after)})"
+        moved = bases if "base_commit" in row.fields else ""
+        yield f"~ {row.id}: {', '.join(row.fields)}{moved}"
+    moved_count = sum("base_commit" in row.fields for row in change.changed)
     counts = [
         f"{len(change.added)} added",
         f"{len(change.removed)} removed",
@@ -305,9 +305,10 @@ def _find_shown(
 
 def _instance_facts(found: Instance) -> Iterator[tuple[str, object]]:
     yield from (("instance", found.id), ("dataset", found.dataset), ("repository", found.repo))
-    for each in found.commits or []:
-        is_written = each.role is CommitRole.BASE and found.revision
-        yield str(each.role), f"{each.commit} ({found.revision})" if is_written else each.commit
+    for commit in found.commits or []:
+        is_written = commit.role is CommitRole.BASE and found.revision
+        written = f" ({found.revision})" if is_written else ""
+        yield str(commit.role), f"{commit.commit}{written}"
     for name in ("direction", "environment", "python_version", "version", "created_at", "history"):
         yield name.replace("_", " "), getattr(found, name, None)
     for name in ("patch", "test_patch"):
@@ -327,8 +328,8 @@ def remove(session: Session, name: Name) -> None:
 
 
 def formats(session: Session) -> None:
-    known = session.client.list_formats()
-    session.answer(known, listing(known, "FORMAT=name TITLE DETECTED_BY"))
+    listed = session.client.list_formats()
+    session.answer(listed, listing(listed, "FORMAT=name TITLE DETECTED_BY"))
 
 
 def lacking_lines(needs: DatasetNeeds) -> Iterator[str]:

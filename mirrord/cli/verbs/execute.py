@@ -253,6 +253,7 @@ class _Run(NamedTuple):
                 return isolated.start(command, before=self.limits.before, **options, **_outputs())
             own = () if box.owner is None and os.geteuid() == 0 else become(box.owner)
             own = (*own, *showing(mount, checkout.directory))
+            # not by cwd=: only the owner may enter it, and only where the mount is shown
             start = [*self.limits.before, *own, "env", f"--chdir={checkout.path}"]
             options["pass_fds"] = () if mount is None else (mount,)
             variables = {**os.environ, **box.variables, "PWD": str(checkout.path)}

@@ -139,8 +139,8 @@ def _toml(values: dict[str, Any], above: str = "") -> Iterator[str]:
     for key, value in values.items():
         if isinstance(value, dict):
             tables.append((f"[{above}{key}]", value))
-        elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
-            tables += [(f"[[{above}{key}]]", each) for each in value]
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            tables += [(f"[[{above}{key}]]", item) for item in value]
         elif value is not None and (value or key not in _ARRAYS_OF_TABLES):
             yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
     for header, table in tables:
@@ -161,10 +161,10 @@ def doctor(
     settings = config.load(path)
     repaired = repair(settings, path, dry_run=dry_run) if fix else []
     checks = examine(settings, path)
-    found = [check._asdict() for check in checks]
+    results = [check._asdict() for check in checks]
     if session.json:
         done = [each._asdict() for each in repaired]
-        session.print_json({"repairs": done, "checks": found} if fix else found)
+        session.print_json({"repairs": done, "checks": results} if fix else results)
     else:
         for line in (*_repair_lines(repaired), *_check_lines(checks)):
             print_line(line)
@@ -273,13 +273,13 @@ def _mirror_path(session: Session, named: str) -> Path:
     key = MirrorName.parse(named).key
     hint = "give the path of a repository"
     try:
-        found = [entry for entry in mirrors.iterdir() if entry.name.lower() == key]
+        matches = [entry for entry in mirrors.iterdir() if entry.name.lower() == key]
     except OSError as error:
         fact = f"cannot read the mirrors in {mirrors}: {error.strerror}"
         raise errors.MirrorNotFoundError(fact, hint=hint) from error
-    if not found:
+    if not matches:
         raise errors.MirrorNotFoundError(f"cannot find mirror {named}: not in {mirrors}", hint=hint)
-    return found[0]
+    return matches[0]
 
 
 def _seal_lines(report: SealReport) -> Iterator[str]:

@@ -287,15 +287,15 @@ def restore_mirrors(
         session.answer(operation, started(operation))
         return
     result = Restored.from_json(finish(session, operation).result)
-    for each in result.failed:
-        session.fail(from_problem(each.error.to_json()))
+    for failure in result.failed:
+        session.fail(from_problem(failure.error.to_json()))
     session.answer(result, _restore_lines(result))
     exit_as(result)
 
 
 def _restore_lines(result: Restored) -> Iterator[str]:
-    for each in result.mirrors:
-        yield from _bundle_lines(each)
+    for imported in result.mirrors:
+        yield from _bundle_lines(imported)
     if result.audit:
         yield from audit_lines(result.audit)
         yield f"audit {result.audit.id}"

@@ -164,6 +164,7 @@ def _check(data: bytes, signature: str, signers: Path | None, identity: str) -> 
     With `signers`, a file of ssh-keygen(1) ALLOWED SIGNERS, it must be by `identity`. Without, it
     only proves that `data` is what some key signed.
     """
+    # ssh-keygen reads the data from its input, and a signature from a file alone
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace") as file:
         file.write(signature)
         file.flush()

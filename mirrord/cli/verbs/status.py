@@ -86,8 +86,8 @@ def _print_status(session: Session, found: Status, *, every: bool, problems: boo
     elif problems:
         session.answer(None, attention_lines(attention))
     else:
-        known = session.client.list_operations() if found.operations_running else []
-        running = [each for each in known if each.state == "running"]
+        listed = session.client.list_operations() if found.operations_running else []
+        running = [operation for operation in listed if operation.state == "running"]
         session.answer(found, _status_lines(found, attention, running, every))
 
 
@@ -102,7 +102,7 @@ def _status_lines(
     yield from _summary(found)
     yield from _first_rows(operation_table(running), len(running), every)
     all_mirrors = every or len(found.mirrors) <= _ROWS_SHOWN
-    mirrors = [each for each in found.mirrors if all_mirrors or problem_of(each)]
+    mirrors = [mirror for mirror in found.mirrors if all_mirrors or problem_of(mirror)]
     columns = "MIRROR=name STATE REFS=ref_count PINS=pin_count SIZE=size_bytes SYNCED=synced_at"
     lines = listing(mirrors, f"{columns} PROBLEM", PROBLEM=problem_of)
     yield from _first_rows(lines, len(mirrors), every)
@@ -152,10 +152,10 @@ def _summary(found: Status) -> Iterator[str]:
     since = f"pid {found.pid}, uid {found.uid}, since {moment(found.started_at)}"
     held = f"{found.checkout_count:,} of at most {found.checkout_max:,}, backend {found.backend}"
     queued = f"{found.operations_queued:,} queued"
-    instances = sum(each.instance_count for each in found.datasets)
+    instances = sum(dataset.instance_count for dataset in found.datasets)
     counted = count(instances, "instance")
-    if all(each.ready_count is not None for each in found.datasets):
-        ready = sum(each.ready_count or 0 for each in found.datasets)
+    if all(dataset.ready_count is not None for dataset in found.datasets):
+        ready = sum(dataset.ready_count or 0 for dataset in found.datasets)
         counted = f"{ready:,} of {counted} ready"
     return facts(
         [
@@ -277,16 +277,20 @@ def list_operations(
     running: Annotated[bool, Option("Only running operations.")] = False,
 ) -> None:
     """Users see their own operations, administrators all. A restart clears the list."""
-    known = [o for o in session.client.list_operations() if not running or o.state == "running"]
-    session.answer(known, operation_table(known))
+    operations = [
+        o for o in session.client.list_operations() if not running or o.state == "running"
+    ]
+    session.answer(operations, operation_table(operations))
 
 
 def show_operation(session: Session, operation_id: Id) -> None:
     """With --json, the result is included."""
-    found = session.client.get_operation(operation_id)
+    operation = session.client.get_operation(operation_id)
     names = "operation=id kind subject state progress started=started_at ended=finished_at"
     names += " problem=error.detail hint=error.hint"
-    session.answer(found, facts_of(found, names, progress=amount(found.progress) or None))
+    session.answer(
+        operation, facts_of(operation, names, progress=amount(operation.progress) or None)
+    )
 
 
 def wait_operation(
@@ -323,5 +327,5 @@ def _line(operation: Operation) -> str:
 
 def cancel_operation(session: Session, operation_id: Id) -> None:
     """Finished parts (mirrors, pins, rows) stay."""
-    found = session.client.cancel_operation(operation_id)
-    session.answer(found, [_line(found)])
+    operation = session.client.cancel_operation(operation_id)
+    session.answer(operation, [_line(operation)])

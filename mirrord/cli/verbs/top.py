@@ -123,12 +123,14 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     def wait(pause: float) -> bool:
         deadline = time.monotonic() + pause
         while (left := deadline - time.monotonic()) > 0:
+            # "" is the end of input: the terminal has gone
             if select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in {"q", "Q", ""}:
                 return True
         return False
 
     before = termios.tcgetattr(sys.stdin)
     try:
+        # not raw: Ctrl-C stays a signal
         tty.setcbreak(sys.stdin)
         yield wait
     finally:
@@ -223,21 +225,21 @@ def _work(activity: Activity) -> Iterator[str]:
     """Yield operations, running ones first, and the calls of workers."""
     rows = [
         (
-            ago(activity.at - each.started_at),
+            ago(activity.at - operation.started_at),
             "-",
-            amount(replace(each.progress, note="")),
-            f"{each.kind} {each.subject} {each.progress.note}".strip(),
+            amount(replace(operation.progress, note="")),
+            f"{operation.kind} {operation.subject} {operation.progress.note}".strip(),
         )
-        for each in activity.operations
+        for operation in activity.operations
     ]
     rows += [
         (
-            ago(activity.at - each.since),
-            "-" if each.uid is None else _user(each.uid),
+            ago(activity.at - call.since),
+            "-" if call.uid is None else _user(call.uid),
             "",
-            f"worker: {each.function}",
+            f"worker: {call.function}",
         )
-        for each in activity.calls
+        for call in activity.calls
     ]
     return table(("SINCE", "FOR", "DONE", "WORK"), rows, bold=False)
 

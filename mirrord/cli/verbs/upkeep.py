@@ -142,15 +142,15 @@ def du(
 def _usage_lines(usage: Usage) -> Iterator[str]:
     header = ("KIND", "COUNT", "USED", "SIZE", "RECLAIMABLE")
     totals = [
-        (each.kind, each.count, each.used, size(each.size_bytes), size(each.reclaimable_bytes))
-        for each in usage.totals
+        (entry.kind, entry.count, entry.used, size(entry.size_bytes), size(entry.reclaimable_bytes))
+        for entry in usage.totals
     ]
     both = size(usage.size_bytes), size(usage.reclaimable_bytes)
     yield from table(header, [*totals, ("all", None, None, *both)])
     yield ""
     yield f"{size(usage.disk_free_bytes)} of {size(usage.disk_bytes)} free"
     for total in usage.totals:
-        rows = [each for each in usage.rows if each.kind == total.kind]
+        rows = [entry for entry in usage.rows if entry.kind == total.kind]
         if rows:
             yield ""
             columns = "SIZE=size_bytes SHARED=shared_bytes RECLAIMABLE=reclaimable_bytes CHECKOUTS"

@@ -95,6 +95,7 @@ class AsyncConnection:
                     raise
             except ResourceError as error:
                 pause_s = refusals.pause_s(error)
+                # a stream is used up, and cannot be sent again
                 if pause_s is None or isinstance(content, AsyncIterator):
                     raise
                 seconds = pause_s
@@ -133,6 +134,7 @@ class AsyncConnection:
         except http.BrokenError as error:
             raise http.failure_of(error, request, self.socket) from error
         finally:
+            # never used again: the reader may have broken off within a body
             if channel is not None:
                 channel.close()
 
@@ -165,6 +167,7 @@ class AsyncConnection:
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 channel = self._idle.pop()
+                # readable without a request: the daemon has closed it
                 if channel.idle_since > oldest and not channel.is_readable():
                     return channel
                 channel.close()
@@ -230,6 +233,7 @@ class AsyncChannel:
         self._is_sent_whole = self._is_read_whole = False
         if body is None or isinstance(body, bytes):
             framing = "" if body is None else f"content-length: {len(body)}\r\n"
+            # head and body in one write: the daemon wakes once
             unsent = await self._begin(request.head(framing) + (body or b""))
             self._is_sent_whole = not unsent or await self._send_all(unsent)
             return
@@ -264,6 +268,7 @@ class AsyncChannel:
 
     def is_readable(self) -> bool:
         """True if an answer arrived or the daemon closed the connection."""
+        # not select(2), which takes no descriptor above 1,023
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -278,6 +283,7 @@ class AsyncChannel:
 
     async def read_rest(self, head: http.Head) -> http.Response:
         if head.length is not None:
+            # not by iter_body: nested generators cost a tenth of a request's processor time
             while len(self._buffer) < head.length:
                 await self._fill()
             self._is_read_whole = True
@@ -296,6 +302,7 @@ class AsyncChannel:
             async for piece in self._iter_exactly(head.length):
                 yield piece
         else:
+            # neither length nor chunks: such a body ends with its connection (RFC 9112)
             with contextlib.suppress(http.BrokenError):
                 while True:
                     yield await self._read_some(_READ_BYTES)
@@ -329,7 +336,9 @@ class AsyncChannel:
             if self.descriptors is None:
                 piece = await async_receive(self._socket, _READ_BYTES, self._timeout)
             else:
+                # a plain read would drop the descriptors: wait, then take them with the bytes
                 await async_readable(self._socket, self._timeout)
+                # else a program that another thread starts now would keep the mount
                 flags = socket.MSG_CMSG_CLOEXEC
                 piece, found, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
                 self.descriptors += found

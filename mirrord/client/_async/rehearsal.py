@@ -221,6 +221,7 @@ class AsyncRehearsal:
                 await checkout.reset()
             await _must_be_clean(checkout, applied)
         with record.step("reset"):
+            # so that the reset has something to undo: the tree is clean here
             for named in applied[:1]:
                 await checkout.apply(named)
             proof = await checkout.reset()

@@ -16,6 +16,7 @@ from .volumes import PodVolumes, PublishedElsewhereError, PublishedOtherwiseErro
 
 NAME = "csi.mirrord.dev"
 _MODES = csi.VolumeCapability.AccessMode
+# by the CSI specification, in which ABORTED is another call for the same volume
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -60,6 +61,7 @@ def _with_status(
             hint = error.hint if isinstance(error, MirrordError) else None
             text = "; ".join(filter(None, (str(error), hint)))
             log.warning("%s: %s", method.__name__, text)
+            # raises by itself; the `raise` below is for type checkers
             context.abort(code_of(error), text)
             raise
 

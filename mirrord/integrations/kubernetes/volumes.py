@@ -179,7 +179,7 @@ class PodVolumes:
     def _held(self, volume: str) -> list[protocol.Checkout]:
         """Return the checkouts of a volume, without forks and grades, which share the label."""
         labelled = self.client.list_checkouts(f"{LABEL}{volume}")
-        return [each for each in labelled if each.parent is None]
+        return [lease for lease in labelled if lease.parent is None]
 
     def _lease(self, volume: str, attributes: VolumeAttributes) -> protocol.Checkout:
         options: dict[str, Any] = {**attributes.choice, "ttl": self.ttl, "attach": True}
