@@ -337,6 +337,7 @@ class Transfer:
             return 0
         whole = await self._find_present(donor, missing.whole) if missing.whole else set()
         tips = lines_of([*sorted(wanted), *(f"^{oid}" for oid in sorted(whole))])
+        # with a commit-graph git (2.39) does not notice that a commit is missing
         walk = ("-c", "core.commitGraph=false", "rev-list", "--objects", "--no-object-names")
         try:
             walked = await self._git(donor, "walk a donor", *walk, "--stdin", stdin=tips)

@@ -237,6 +237,7 @@ def publish(
             elif bad.kind is not FileKind.LAYOUT and bad.path.startswith("objects/"):
                 going[bad.path] = None
         packs = list((work / "objects/pack").glob("pack-*"))
+        # indexes last: from its index on git reads a pack
         for file in sorted(packs, key=lambda file: (file.suffix == ".idx", file.name)):
             path = f"objects/pack/{file.name}"
             if path in going or not (git_dir / path).exists():  # else it is the same

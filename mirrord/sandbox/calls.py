@@ -252,6 +252,7 @@ _CHUNK = 64 * 1024
 _STATUS_MAX_BYTES = 100
 # the shell of the room kills the group, and an agent may have stopped that shell
 _KILL_GRACE_S = 2.0
+# as a shell tells that a signal ended a command
 _KILLED = 128 + signal.SIGKILL
 
 Struck = Literal["time", "memory", "processes"]
