@@ -15,7 +15,7 @@ MINUTES ?= 30
 export PYTHONDONTWRITEBYTECODE :=
 
 # Debian packages for the tests; the daemon itself needs only git.
-DEBIAN_PACKAGES := libfaketime git git-lfs openssh-client openssh-server openssl jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap skopeo umoci docker-registry pipx podman runc prometheus chromium chromium-driver fonts-dejavu-core slurmctld slurmd slurm-client munge
+DEBIAN_PACKAGES := libfaketime git git-lfs openssh-client openssh-server openssl jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap iproute2 skopeo umoci docker-registry pipx podman runc prometheus chromium chromium-driver fonts-dejavu-core slurmctld slurmd slurm-client munge
 
 # Supported versions, found by uv; pyenv's wrappers need the version in the environment.
 PYTHONS ?= 3.11 3.12 3.13
@@ -90,7 +90,7 @@ check: setup lint site ## style, types, layers and the quick tests: no root, no 
 
 test: debian setup ## all tests and checks except those of a release; one test: PYTEST_ARGS='-k NAME'
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint site compiled try-wheels try-harnesses
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25 -m "not release" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder --durations=25 -m "not release" $(PYTEST_ARGS)
 
 # Else each of pytest's processes compiles all files of a fresh clone: 11 s of a processor, 4 times.
 compiled:

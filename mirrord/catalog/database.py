@@ -52,11 +52,8 @@ class Mode(Enum):
 # unless told to by each connection, and without a limit a WAL keeps the size of its largest import.
 _WAL = (
     "journal_mode = WAL",
-    # with NORMAL a power cut may take the last commits of a WAL with it
     "synchronous = FULL",
-    # off by default, and set for each connection
     "foreign_keys = ON",
-    # a checkpoint leaves the `-wal` file as long as it ever was; this cuts it to 64 MiB
     "journal_size_limit = 67108864",
 )
 _PRAGMAS = {

@@ -342,8 +342,8 @@ def _accept(listener: socket.socket, user: int, selector: selectors.BaseSelector
     connection, _ = listener.accept()
     # one thread serves all: a peer that does not read must not hold it up
     connection.setblocking(False)
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", raw)
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+    _, uid, _ = struct.unpack("iII", raw)
     if uid in (0, user) and len(selector.get_map()) <= _CONNECTIONS_MAX:
         selector.register(connection, selectors.EVENT_READ)
         return

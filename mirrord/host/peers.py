@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # workers load this module, and no pydantic
 
 _SO_PEERGROUPS = 59  # Linux 4.13; not in Python's socket module
 # struct ucred of linux/socket.h: process, user, group
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("iII")
 # membership of groups and /etc/subuid: a change counts within a minute
 _REMEMBERED_S = 60.0
 # no user's: (uid_t) -1

@@ -366,10 +366,12 @@ class Renewal:
 
     def _work(self, worker: Worker) -> None:
         while True:
+            # a copy: leases are added and dropped while one is renewed
             for identity, due in list(self._due.items()):
                 if due <= time.monotonic():
                     self._renew(identity)
             with self._lock:
+                # in the lock: who adds a lease next finds either this worker or none
                 if not self._due:
                     self._worker = None
                     return
@@ -397,4 +399,5 @@ class Renewal:
 
 def _next_renewal(expires_at: datetime) -> float:
     left = (expires_at - model.utc_now()).total_seconds()
+    # of what is left: after a failure the attempts come closer together
     return time.monotonic() + max(left / 3, _RENEWAL_MIN_SECONDS)

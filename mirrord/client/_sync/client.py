@@ -686,6 +686,7 @@ class Client:
         return descriptors[0]
 
     def release_checkout(self, checkout: str) -> None:
+        # before the request: the renewal of a lease that is gone would be logged as a failure
         self._renewal.drop(checkout)
         self._connection.request("DELETE", "checkouts", checkout)
 
@@ -705,6 +706,7 @@ class Client:
         asked = list(endings)
         starts = [start_of(each, http.label_of(label)) for each in checkouts]
         gone = [each.checkout for each in asked if each.request.release]
+        # as for a release; those that the daemon did not release are renewed again below
         renewed = [each for each in gone if self._renewal.drop(each.id)]
         body = protocol.TakeTurns(turns=[each.request for each in asked], checkouts=starts)
         released: set[str] = set()
@@ -827,12 +829,14 @@ class Client:
                 with stream as (_, body):
                     for piece in body:
                         for event in reader.feed(piece):
+                            # the patience is for one restart, not for all of them together
                             pauses = http.retry_pauses(self._patience_seconds)
                             last = f"{event.boot}:{event.id}"
                             yield event
                 if not follow:
                     return
             except errors.NoDaemonError:
+                # without a last event, those of the meantime could not be asked for
                 if last is None or not follow:
                     raise
             if (seconds := next(pauses, None)) is None:

@@ -96,6 +96,7 @@ class Connection:
                     raise
             except ResourceError as error:
                 pause_s = refusals.pause_s(error)
+                # a stream is used up, and cannot be sent again
                 if pause_s is None or isinstance(content, Iterator):
                     raise
                 seconds = pause_s
@@ -134,6 +135,7 @@ class Connection:
         except http.BrokenError as error:
             raise http.failure_of(error, request, self.socket) from error
         finally:
+            # never used again: the reader may have broken off within a body
             if channel is not None:
                 channel.close()
 
@@ -166,6 +168,7 @@ class Connection:
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 channel = self._idle.pop()
+                # readable without a request: the daemon has closed it
                 if channel.idle_since > oldest and not channel.is_readable():
                     return channel
                 channel.close()
@@ -231,6 +234,7 @@ class Channel:
         self._is_sent_whole = self._is_read_whole = False
         if body is None or isinstance(body, bytes):
             framing = "" if body is None else f"content-length: {len(body)}\r\n"
+            # head and body in one write: the daemon wakes once
             unsent = self._begin(request.head(framing) + (body or b""))
             self._is_sent_whole = not unsent or self._send_all(unsent)
             return
@@ -265,6 +269,7 @@ class Channel:
 
     def is_readable(self) -> bool:
         """True if an answer arrived or the daemon closed the connection."""
+        # not select(2), which takes no descriptor above 1,023
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -279,6 +284,7 @@ class Channel:
 
     def read_rest(self, head: http.Head) -> http.Response:
         if head.length is not None:
+            # not by iter_body: nested generators cost a tenth of a request's processor time
             while len(self._buffer) < head.length:
                 self._fill()
             self._is_read_whole = True
@@ -297,6 +303,7 @@ class Channel:
             for piece in self._iter_exactly(head.length):
                 yield piece
         else:
+            # neither length nor chunks: such a body ends with its connection (RFC 9112)
             with contextlib.suppress(http.BrokenError):
                 while True:
                     yield self._read_some(_READ_BYTES)
@@ -330,7 +337,9 @@ class Channel:
             if self.descriptors is None:
                 piece = receive(self._socket, _READ_BYTES, self._timeout)
             else:
+                # a plain read would drop the descriptors: wait, then take them with the bytes
                 readable(self._socket, self._timeout)
+                # else a program that another thread starts now would keep the mount
                 flags = socket.MSG_CMSG_CLOEXEC
                 piece, found, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
                 self.descriptors += found

@@ -222,6 +222,7 @@ class Rehearsal:
                 checkout.reset()
             _must_be_clean(checkout, applied)
         with record.step("reset"):
+            # so that the reset has something to undo: the tree is clean here
             for named in applied[:1]:
                 checkout.apply(named)
             proof = checkout.reset()

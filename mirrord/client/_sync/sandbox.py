@@ -37,6 +37,8 @@ _READ_MAX_BYTES = 256 * 1024 * 1024
 _TRANSFER_S = 1800.0  # the agent may replace the programs that read and write
 _WRITE = '[ -d "${1%/*}" ] || [ "$1" = "${1##*/}" ] || mkdir -p -- "${1%/*}" && exec cat >"$1"'
 _UNPACK = 'mkdir -p -- "$1" && exec tar -x -C "$1"'
+# `unpack` reads headers of GNU tar alone, and refuses hard links; -P keeps the `/` by which it
+# knows a single file
 _PACK = """\
 set -- "$(realpath -- "$1")"
 if [ -d "$1" ]; then exec tar -c --format=gnu --hard-dereference -C "$1" .; fi
@@ -154,6 +156,7 @@ class Sandbox:
 
     def read(self, path: str) -> bytes:
         """Return the content of a file of at most 256 MiB; raises PathNotFoundError."""
+        # Output keeps the first and the last half: so none of it is left out
         content = Output(2 * _READ_MAX_BYTES)
         call = SandboxCall(
             ["head", "-c", str(_READ_MAX_BYTES + 1), "--", self.at(path)], stdout=content

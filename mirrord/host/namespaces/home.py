@@ -115,7 +115,7 @@ def find(state_dir: Path) -> int | None:
             return None
         # the holder's credentials, as it began to listen
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid = struct.unpack("3i", raw)[0]
+        pid = struct.unpack("iII", raw)[0]
         process = os.pidfd_open(pid)
         try:
             connection.send(b"?")  # it lives: the number is still its own
