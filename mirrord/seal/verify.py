@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
+from ..git import WITHOUT_PARENTS
 from ..git.batch import read_objects_sync
+from ..git.command import run_git_sync
 from ..model import CommitId, parse_commit, shown
 from ..protocol import SealLeak, SealReport
 from ..quoting import encode_name
@@ -146,12 +148,26 @@ def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> boo
     """Return whether `head` has the tree of `base`, no parents, and nothing hidden in its text."""
     try:
         (commit,) = read_objects_sync(private, [head], doing=f"read {head}")
-        tree_name = f"{base}^{{tree}}"
-        (tree,) = read_objects_sync(git_dir, (), info=[tree_name], doing=f"read {base}")
+        tree = _tree_of(git_dir, base)
     except (CorruptObjectError, GitFailedError):
         return False
     match = _SQUASHED.fullmatch(commit.data) if commit.kind == "commit" else None
-    return match is not None and match[1] == tree.oid.encode()
+    return match is not None and match[1] == tree
+
+
+def _tree_of(git_dir: Path, base: CommitId) -> bytes | None:
+    """Return the tree of a commit, or of the one that stands for it, as a shallow upstream's."""
+    tree_name = f"{base}^{{tree}}"
+    (tree,) = read_objects_sync(git_dir, (), info=[tree_name], doing=f"read {base}")
+    if tree.exists:
+        return tree.oid.encode()
+    words = ("rev-list", "--no-walk", "--header", "--glob=refs/mirrord/*")  # pins, and kept refs
+    listed = run_git_sync(*words, git_dir=git_dir, doing=f"find what stands for {base}").stdout
+    for commit in listed.split(b"\0"):
+        lines = commit.partition(b"\n\n")[0].split(b"\n")  # its id, then the headers
+        if WITHOUT_PARENTS + base.encode() in lines:
+            return next(line[5:] for line in lines if line.startswith(b"tree "))
+    return None
 
 
 def _tag_objects(private: Path, names: Collection[Named], closure: _Reachable) -> set[bytes]:

@@ -56,7 +56,10 @@ def test_a_row_whose_base_commit_lacks_its_parents_is_served_squashed(
                 assert git(checkout.path, "status", "--porcelain") == ""
                 git(checkout.path, "fsck", "--full", "--strict")
                 mirror = running.state_dir / "mirrors/o__n"
-                assert verify_seal(checkout.path, checkout.commit, mirror).sealed
+                base = commits[1 if content == "1\n" else 2]
+                for named in (checkout.commit, base):  # the one in its place, and upstream's
+                    assert verify_seal(checkout.path, named, mirror).sealed
+                assert not verify_seal(checkout.path, commits[0], mirror).sealed
                 (checkout.path / "a").write_text("changed\n")
                 assert "+changed" in checkout.diff().decode()
                 checkout.release()

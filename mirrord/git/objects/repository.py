@@ -19,6 +19,7 @@ from ...errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorErro
 from ...host.files import read_plain
 from ...model import FIRST_PARENTS_LIMIT, CommitId, Resolved, shown
 from ...quoting import encode_name, quote_name
+from .. import WITHOUT_PARENTS
 from ..command import run_git_sync
 from ..configuration import UNTRUSTING
 from ..modules import modules_blemishes
@@ -224,8 +225,6 @@ _TIME = re.compile(rb"^committer .*> (-?\d+)", re.MULTILINE)
 _HEX = re.compile(r"[0-9a-fA-F]{4,40}")
 
 
-WITHOUT_PARENTS = b"mirrord-without-parents "
-"""The header of a commit that stands for one of a shallow upstream, before that one's id."""
 _REPLACES = re.compile(rb"(?m)^%s([0-9a-f]{40})$" % WITHOUT_PARENTS)
 
 

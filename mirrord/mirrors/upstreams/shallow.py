@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from ...git.objects.repository import WITHOUT_PARENTS
+from ...git import WITHOUT_PARENTS
 from ...model import CommitId
 from ...protocol import RefFault
 from ..repository import Repository
