@@ -78,10 +78,13 @@ def find_excess(paths: Iterable[str]) -> str | None:
             with os.scandir(path) as entries:
                 for entry in entries:
                     files += 1
+                    # st_blocks counts 512 bytes whatever the file system's block is, and no holes:
+                    # the length of a sparse file counts when the result is adopted
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append((entry.path, depth + 1))
         except OSError as error:  # gone meanwhile, or locked
+            # a path above PATH_MAX (4,096 bytes) cannot be opened
             if error.errno == errno.ENAMETOOLONG:
                 depth = TREE_DEPTH_LIMIT + 1
         if depth > TREE_DEPTH_LIMIT:

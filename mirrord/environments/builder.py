@@ -50,6 +50,7 @@ _CACHE = f"{SANDBOX_HOME}/.cache"
 _SEEDS = ("pip<25.3", "setuptools<81", "wheel")
 """As old as conda's: later ones lack `setup.py develop` and `pkg_resources`."""
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # instead of those that uv and pip bring
+# 8,192 characters can be 98,304 bytes of JSON; asyncio's own limit of a line is 65,536
 _LINE, _LINE_LIMIT = 8192, 1 << 20  # of output, and of an answer
 
 Say = Callable[[str], None]
@@ -117,6 +118,7 @@ def steps_of(order: Order) -> Iterator[_BuildStep]:
         script = (
             f'for each in {place}/*; do [ -L "$each" ] || cp -a "$each/." {ENVIRONMENT} || exit;'
             f" done; rm -rf {place};"
+            # uv's Pythons have this file, because of which pip refuses to install (PEP 668)
             f" find {ENVIRONMENT}/lib -name EXTERNALLY-MANAGED -delete;"
             f" [ -e {_PYTHON} ] || ln -s python3 {_PYTHON}"
         )
@@ -183,12 +185,16 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
     variables = {
         "UV_LINK_MODE": "copy",
         "UV_NO_PROGRESS": "1",
+        # no command but `uv python install` fetches a Python
         "UV_PYTHON_DOWNLOADS": "manual",
         "UV_BREAK_SYSTEM_PACKAGES": "1",
         "UV_CACHE_DIR": f"{_CACHE}/uv",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_ROOT_USER_ACTION": "ignore",
+        # what two builds make should be equal bytes, and so one file: the order of a frozenset in
+        # bytecode depends on the seed
         "PYTHONHASHSEED": "0",
+        # 1980-01-01: a zip, and so a wheel, has no earlier date
         "SOURCE_DATE_EPOCH": "315532800",
     }
     if os.path.exists(_CERTIFICATES):
@@ -196,6 +202,7 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
     if order.commands:  # importing a module must not change what they install
         variables["PYTHONDONTWRITEBYTECODE"] = "1"
     if not order.network:
+        # pip would try five times more, with pauses
         variables |= {"UV_OFFLINE": "1", "PIP_RETRIES": "0"}
     if url := f"file://{_INDEX}" if directory else order.index:
         variables |= {"UV_DEFAULT_INDEX": url, "PIP_INDEX_URL": url}

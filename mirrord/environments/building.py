@@ -281,6 +281,7 @@ class Builds:
         """Make a checkout for the build's user; it ends with the block, or with this process."""
         request = protocol.StartCheckout(
             mirror=str(plan.mirror), commit=commit, owner=build_owner()[0],
+            # longer than the build, which has to end first
             ttl=TIMEOUT.total_seconds() * 1.5, environment=environment,
         )  # fmt: skip
         checkout = await self.checkouts.checkout(request, own_peer(), own_process())

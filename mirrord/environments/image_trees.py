@@ -92,6 +92,7 @@ class ImageTrees:
         key, began = f"{mirror}@{commit}", time.perf_counter()
         request = protocol.StartCheckout(
             mirror=str(mirror), commit=commit, owner=build_owner()[0], history=history,
+            # longer than the writing of the layer, which has to end first
             ttl=_TIMEOUT.total_seconds() * 2,
         )  # fmt: skip
         checkout = await self.checkouts.checkout(request, own_peer(), own_process())

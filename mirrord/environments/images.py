@@ -51,6 +51,7 @@ _JSON_LIMIT_BYTES = 4 << 20  # of a manifest: as registries have it
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG = "application/vnd.oci.image.config.v1+json"
 _LAYER = "application/vnd.oci.image.layer.v1.tar"
+# images name machines as Go does
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LOOPBACK = re.compile(r"docker://(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?/")
 _TAIL_BYTES = 2000
@@ -200,7 +201,10 @@ class Images:
 
     async def _copy(self, source: str, place: Path) -> None:
         settings = self.mirrors.settings().environments
+        # skopeo(1): a policy file is not needed then; temporary files would go to /var/tmp
         options = ["--insecure-policy", f"--tmpdir={place}"]
+        # plain layers would be compressed; a layout has no place for signatures, and a signed image
+        # would be refused
         own = ["--dest-oci-accept-uncompressed-layers", "--remove-signatures"]
         is_registry = source.startswith(REGISTRY)
         if is_registry and settings.auth_file:
@@ -249,6 +253,8 @@ class Images:
 
         try:
             await together(one(number, layer) for number, layer in enumerate(layers))
+            # last and from the bottom: what these hide is in the layers below them. Their whiteouts
+            # are right above those only, so the name is that of the whole stack.
             for number, (root, listing) in sorted(opaque.items()):
                 chain = "\n".join(layer.diff_id for layer in layers[: number + 1])
                 name = hashlib.sha256(chain.encode()).hexdigest()
@@ -271,6 +277,7 @@ class Images:
         single = place / f"single-{layer.name}"
         root = self.store.layers / f".building-{layer.name}"
         await anyio.to_thread.run_sync(_make_single, place, single, layer)
+        # left by a kill; umoci wants a path that does not exist
         await anyio.to_thread.run_sync(shutil.rmtree, root, True)
         argv = ["umoci", "raw", "unpack", "--rootless", f"--image={single}:layer", str(root)]
         if failure := await _run(argv, place, _LAYER_TIMEOUT):
@@ -341,6 +348,7 @@ async def _run(argv: Sequence[str], scratch: Path, timeout: timedelta) -> str | 
             f"cannot import an image: {argv[0]} is not installed",
             hint=f"install it: `apt-get install {argv[0]}`",
         )
+    # not the daemon's HOME: skopeo would take credentials of its ~/.docker/config.json
     variables = {"PATH": os.defpath, "HOME": str(scratch), "TMPDIR": str(scratch)}
     tail = b""
     try:
@@ -353,6 +361,7 @@ async def _run(argv: Sequence[str], scratch: Path, timeout: timedelta) -> str | 
     except TimeoutError:
         return f"{argv[0]} took longer than {timeout}"
     lines = tail.decode(errors="replace").strip().splitlines()
+    # skopeo writes as logrus does: time="…" level=fatal msg="…"
     last = re.sub(r'.*level=(?:fatal|error) msg="(.*)"$', r"\1", lines[-1]) if lines else ""
     return (last.replace(str(scratch), "") or f"{argv[0]} ended with {status}") if status else None
 

@@ -83,11 +83,13 @@ def list_layer(blob: Path, diff_id: str, limit_bytes: int) -> Listing:
     with open_plain(blob) as file:
         is_gzip = file.peek(2)[:2] == b"\x1f\x8b"
         stream: Any = gzip.GzipFile(fileobj=file) if is_gzip else file
+        # tar has a header of 512 bytes for each file, and pads its content to 512
         hashed = _Hashed(stream, limit_bytes + FILES_LIMIT * 1024)
         try:
             readable = cast("IO[bytes]", hashed)  # only `read` is called
             with tarfile.open(fileobj=readable, mode="r|", tarinfo=_Header) as archive:
                 listing = _listed(archive, limit_bytes)
+            # the digest is also of what follows the end of the archive
             while hashed.read(_PIECE):
                 pass
         except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, UnicodeError) as error:
@@ -134,6 +136,7 @@ def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
             target = _checked(member.linkname)
             if any(each in links for each in _above(target)):
                 raise _refused(f"the hard link {shown(path)}, to what is below a link")
+        # those in /dev are left out later: a sandbox has a /dev of its own
         elif (member.ischr() or member.isblk()) and not f"{path}/".startswith("dev/"):
             raise _refused(f"the device node {shown(path)}")
     return Listing(files, size_bytes, removed, opaque, sorted(repositories))
@@ -227,6 +230,7 @@ def _shown(path: str, layers: Sequence[Path]) -> os.stat_result | None:
 
 
 def _strip(directory: int, dropped: Counter[str]) -> None:
+    # with userxattr overlayfs obeys `user.overlay.*` of a layer
     for attribute in os.listxattr(directory):
         os.removexattr(directory, attribute)
     for name, kind in entries_in(directory):
@@ -241,6 +245,7 @@ def _strip(directory: int, dropped: Counter[str]) -> None:
             if found.st_mode & _SET_ID:
                 dropped["set-id bits"] += 1
                 os.chmod(name, stat.S_IMODE(found.st_mode) & ~_SET_ID, dir_fd=directory)
+            # os.listxattr takes no dir_fd
             path = f"/proc/self/fd/{directory}/{os.fsdecode(name)}"
             for attribute in os.listxattr(path, follow_symlinks=False):
                 os.removexattr(path, attribute, follow_symlinks=False)
@@ -319,6 +324,7 @@ def find_user(layers: Sequence[Path], given: str) -> User:
     if entry is None and not name.isdecimal():
         raise InvalidImageError(f"cannot use the image: it has no user {shown(name)}")
     uid = int(entry[2]) if entry else int(name)
+    # as docker: group 0 and home / for a uid that passwd does not have
     gid = int(entry[3]) if entry else 0
     if group:
         groups = [line.split(":") for line in _lines(layers, "group")]
@@ -332,6 +338,7 @@ def _lines(layers: Sequence[Path], name: str) -> list[str]:
     """Return the lines of a file in /etc of the uppermost layer that has it."""
     for layer in layers:
         with suppress(OSError), _opened(layer, "etc") as directory:
+            # O_NONBLOCK: a layer may have a pipe there, and opening it would wait for a writer
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = os.open(name, flags, dir_fd=directory)
             with os.fdopen(file, "rb") as content:

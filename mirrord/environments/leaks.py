@@ -123,6 +123,7 @@ class Leaks:
         return facts is not None and facts["mark"] == self._mark(mirror)
 
     def _mark(self, mirror: MirrorName) -> int:
+        # every fetch lands as a pack (fetch.unpackLimit=1), which changes the directory
         return (self.mirrors.path(mirror) / "objects/pack").stat().st_mtime_ns
 
     # -- scans -------------------------------------------------------------------------------------
@@ -152,6 +153,7 @@ class Leaks:
         workers, digest = self.mirrors.workers, environment.digest
         layers = [*self._layers(digest)]
         await together(self._listed(layer) for layer in layers)
+        # before the scan: for a pack that comes meanwhile it is repeated
         mark, git_dir = self._mark(mirror), self.mirrors.path(mirror)
         path = self._directory(digest) / f"{mirror.key}@{commit}.json"
         before = await anyio.to_thread.run_sync(self._read, path)

@@ -146,6 +146,7 @@ def _config(sites: list[str], options: Options, tests: list[str]) -> dict[str, A
             "inifile": options.file, "args": tests or [_TREE], "rootdir_cmd_arg": options.root,
             "invocation_dir": pathlib.Path(_TREE), "config": None, "override_ini": None,
         }  # fmt: skip
+        # its parameters, and what it returns besides three values, differ between releases
         parameters = inspect.signature(findpaths.determine_setup).parameters
         asked = {name: given[name] for name in parameters if name in given}
         root, file, values = findpaths.determine_setup(**asked)[:3]
@@ -158,6 +159,7 @@ def _config(sites: list[str], options: Options, tests: list[str]) -> dict[str, A
 
 
 def _plain(value: Any) -> Any:
+    # pytest 9 has a ConfigValue in place of each value
     value = getattr(value, "value", value)
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
@@ -186,6 +188,7 @@ def _conftests(tests: list[str], config: dict[str, Any]) -> Iterator[str]:
             above = os.path.dirname(above)
     for start in [_TREE, *starts]:
         for name in _names_in(start):
+            # as pytest: it loads conftests of test* below each start
             if name.startswith("test"):
                 directories.add(os.path.join(start, name))
     for directory in sorted(directories):
@@ -279,6 +282,7 @@ def _installed(sites: list[str]) -> tuple[list[str], dict[str, bool]]:
             stem = name.partition(".")[0]
             if name.endswith(".pth"):
                 linked += _directories_in(path)
+            # of setuptools (PEP 660): its module has the mapping as a literal
             elif re.match(r"__editable__.*finder\.py$", name):
                 linked += map(os.path.dirname, _mapping_in(path).values())
             if stem.isidentifier() and not name.endswith((".dist-info", ".egg-info", ".pth")):
@@ -291,6 +295,7 @@ def _installed(sites: list[str]) -> tuple[list[str], dict[str, bool]]:
 def _directories_in(path: str) -> Iterator[str]:
     for line in _text(path).splitlines():
         line = line.strip()
+        # `site` executes lines that begin with import
         if line and not line.startswith(("#", "import ", "import\t")):
             yield os.path.normpath(os.path.join(os.path.dirname(path), line))
 
@@ -308,6 +313,7 @@ def _mapping_in(path: str) -> dict[str, str]:
 
 
 def _standard() -> Iterator[str]:
+    # sys.stdlib_module_names came with Python 3.10
     yield from getattr(sys, "stdlib_module_names", sys.builtin_module_names)
     for name in _names_in(os.path.dirname(os.__file__)):
         if not name.endswith("-packages"):
@@ -339,6 +345,7 @@ def _plugins_in(paths: list[str]) -> Iterator[str]:
                 isinstance(target, ast.Name) and target.id == "pytest_plugins" for target in targets
             ):
                 for inner in ast.walk(node):
+                    # the text of Python 3.7's ast.Str is `s`
                     text = getattr(inner, "value", getattr(inner, "s", None))
                     if isinstance(text, str):
                         yield from text.split(",")
@@ -362,6 +369,7 @@ def _imports_of(path: str, places: list[str]) -> Iterator[tuple[str, str]]:
 def _parsed(path: str) -> ast.Module:
     try:
         return ast.parse(_text(path))
+    # ValueError: a NUL, for Pythons before 3.12; MemoryError: too deep for the parser's stack
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ast.parse("")
 

@@ -77,6 +77,7 @@ def checked(recipe: Recipe) -> Recipe:
 
 _PYTHON = re.compile(r"3\.\d{1,2}(\.\d{1,2})?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+# without @, behind which pip takes a URL
 _REQUIREMENT = re.compile(rf"{NAME}\s*(?:\[[A-Za-z0-9 ,._-]*\])?\s*(?:[<>=!~(;][^@]*)?")
 _DEBIAN = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 

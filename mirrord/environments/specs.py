@@ -109,6 +109,7 @@ def image_of(row: InstanceRow, template: str) -> str | None:
         "image": image.removeprefix("docker://"), "id": identity, "name": repo.rpartition("/")[2],
         "owner": repo.partition("/")[0], "number": number[1] if number else "",
         "id_1776": identity.replace("__", "_1776_"), "id_s": identity.replace("__", "_s_"),
+        # SWE-bench's images are of x86_64 and arm64
         "arch": {"aarch64": "arm64"}.get(platform.machine(), platform.machine()),
     }  # fmt: skip
     if not all(values[name] for name in _PLACE.findall(template)):
@@ -177,6 +178,7 @@ def _variables_of(spec: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     variables = {str(name): str(value) for name, value in (spec.get("env_vars") or {}).items()}
     commands = []
     for command in _list(spec, "eval_commands"):
+        # a value that the shell expands stays a command
         match = re.fullmatch(r"\s*export\s+([A-Za-z_]\w*)=([^$`]*)", command)
         if match:
             variables[match[1]] = " ".join(shlex.split(match[2]))
@@ -220,6 +222,7 @@ def swebench_specs() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _read_specs(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    # by itself: the package would load docker and modal
     spec = importlib.util.spec_from_file_location("_swebench_constants", path)
     if spec is None or spec.loader is None:
         return {}

@@ -159,6 +159,7 @@ def take_repository(stack: Sequence[Path], scratch: Path) -> Path:
     for path, source in _iter_files("", inside):
         if path == "HEAD":
             head = read_plain(source)[:_HEAD_BYTES]
+        # objects/info/alternates could lead out of the image
         elif path.split("/")[0] in _STORED and not path.startswith("objects/info/"):
             to = repository / path
             to.parent.mkdir(parents=True, exist_ok=True)
@@ -242,6 +243,7 @@ class _Writer:
             else:
                 _link(paths[0], target / name)
                 self.changed += 1
+        # last, because each file that is made in it changes its mtime
         shutil.copystat(stack[0], target)
 
     def _hide(self, path: str) -> None:
@@ -258,6 +260,7 @@ class _Writer:
             target = target / name
             if not target.exists():
                 target.mkdir()
+                # mkdir obeys the umask
                 target.chmod(0o755)
         return self._layer / path
 
