@@ -27,6 +27,7 @@ RawFields = Mapping[str, Any]
 Choice = TypeVar("Choice", bound=StrEnum)
 
 _FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
+# the names that git check-ref-format(1) allows, but none that looks like an option
 _NAME = r"(?!-|/|.*(?:\.\.|@\{|//|\.lock$))[^\s~^:?*\[\\\x00-\x20\x7f]+"
 _REVISION = re.compile(rf"{_NAME}(?:[~^][0-9]{{0,9}})*")  # a branch, tag or commit, and steps back
 _REVISION_LENGTH = 250
@@ -197,6 +198,7 @@ class Fields:
         path, url = text, None
         if host := _URL.match(text):
             self.note(f"{name}: URL")
+            # GitLab has the pages of a repository below /-/
             path, url = text[host.end() :].strip("/").partition("/-/")[0], host[0]
             if url.endswith("github.com/") and path.count("/") != 1:  # a page of a repository
                 raise RowError(f"{name} {shown(mask_url(text))} is not owner/name")

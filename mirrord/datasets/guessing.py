@@ -46,6 +46,7 @@ def guess_mapping(rows: Sequence[RawFields]) -> str:
     """Return a mapping of the columns that look like fields; a comment for each required one
     that no column looks like.
     """
+    # reversed, so that the first row with a column decides by its value
     columns = {path: value for row in reversed(rows) for path, value in _iter_columns(row)}
     names = {_plain_name(path): path for path in columns}
     for path in columns:

@@ -34,6 +34,7 @@ _HEAD_BYTES = 64 * 1024
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _ROW_KEYS = {"instance_id", "repo", "base_commit"}
+# the answer of the Hub's viewer: `features`, an array too, comes before `rows`
 _VIEWER = re.compile(rb'\{\s*"features"')
 _CELLS = "truncated_cells"
 

@@ -126,6 +126,7 @@ class QueryCache(Generic[K, T]):
             if entry is None:
                 raise
             return entry.value
+        # the stale one goes even where the new one is too large to be kept
         self._entries.pop(key, None)
         size_bytes = self._size_of(value)
         if 0 < size_bytes <= self._entry_max_bytes:
@@ -322,6 +323,7 @@ class Datasets:
             change = await self._catalog.replace_dataset(head, spool, found, composed.found)
             self._mirrors.sharing.records_changed(read.names)
             self.on_composed(composed.found)
+        # also a cancelled import: the old dataset stays, with its pins and no others
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._remove_stale_pins(owner, keep=before)

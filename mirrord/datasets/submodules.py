@@ -30,6 +30,7 @@ DEPTH_LIMIT = 8
 """Submodules within submodules."""
 COUNT_LIMIT = 200
 """Submodules of one commit, those within others included."""
+# it becomes a path below .git/modules
 _NAME = re.compile(r"(?!-|/)(?!.*(?:^|/)\.{0,2}(?:/|$))(?!.*\.git(?:/|$))[^\x00-\x1f\\:]{1,200}")
 _TIMEOUT = timedelta(minutes=30)
 _ABSENT = "it is not here, and an import of the data set would ask for it"
@@ -162,6 +163,7 @@ async def _descend(
     asks: bool,
 ) -> None:
     """Have the submodules of each level, and then those within them."""
+    # once more than is had: at the last depth each one is named as missing
     for depth in range(DEPTH_LIMIT + 1):
         wanted = list[_Wanted]()
         for base, above, git_dir, parent, needs in level:
@@ -197,6 +199,7 @@ def _resolve(
         upstream, parent = parse_upstream(url), parse_upstream(parent_url)
     except MirrordError as error:
         raise ValueError(f"its URL is refused: {error.message.partition(': ')[2]}") from error
+    # else an upstream could have this host's own repositories read
     if upstream.is_local and not parent.is_local:
         raise ValueError("its URL is local and that of its parent is not")
     parts = [part for part in re.split(r"[/:]", url.rstrip("/").removesuffix(".git")) if part]

@@ -53,6 +53,7 @@ def read_names(value: Any) -> NameList:
     items = [item for item in value if not is_absent(item)]
     if not all(isinstance(item, str) and is_encodable(item) for item in items):
         return NameList(None, tuple(notes))
+    # the order of a set of texts differs from process to process
     return NameList(tuple(sorted(items) if isinstance(value, set) else items), tuple(notes))
 
 

@@ -14,6 +14,7 @@ from .fields import RawFields, RowError, find_value, full_commits, parse_json
 
 Note = Callable[[str], None]
 
+# instance_OWNER__NAME-GOLD, some with -vDIGITS behind it
 _PRO_ID = re.compile(r"(?:instance_)?(.+?)-([0-9a-f]{40})(?:-v\w+)?")
 
 _RESET = re.compile(r"git reset --hard ([0-9a-f]{40})\b")
