@@ -99,6 +99,7 @@ class _Folder(NamedTuple):
                 raise TaskError(f"{name} is not a regular file")
             if facts.st_size > limit:
                 raise TaskError(f"{name} is longer than {limit >> 20} MiB")
+            # it may have grown since
             data = file.read(limit)
         try:
             return data.decode()
@@ -157,6 +158,7 @@ def _read_swe_bench(folder: _Folder) -> dict[str, Any]:
     return {**row, "task_folder": "swe-bench-tasks"}
 
 
+# PyYAML may have been built without libyaml
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 

@@ -85,9 +85,11 @@ def open_dataset(word: str) -> Source:
         if not tasks:
             raise _unusable(resolved, "it has no files of rows and no tasks")
         hub.download([f"{glob.escape(task)}/*" for task in tasks], folder.name)
+        # a snapshot's files are links to ../../blobs
         cache = folder.parents[1].resolve()
         rows = partial(folders.iter_tasks, folder, links_within=cache)
         return Source(str(resolved), name.dataset, None, rows)
+    # what may be downloaded is given as patterns, and a name may have brackets
     hub.download([glob.escape(file) for file in files], folder.name)
     if len(files) == 1:
         return open_file(folder / files[0], str(resolved))._replace(name=name.dataset)

@@ -139,6 +139,7 @@ def _standard_input() -> Source:
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _PACKED = {".gz", ".zst"}
+# a stream begins with the continuation marker of its first message
 _ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"  # feather v2 is an Arrow file
 
 
@@ -160,7 +161,9 @@ def iter_csv(path: Path, source: str) -> Iterator[RawRow]:
     """Read rows of a CSV file with a header line; each value is text."""
     with path.open("rb") as file:
         head = file.read(8)
+    # csv's own limit is 128 KiB, and patches are longer
     csv.field_size_limit(ELEMENT_LIMIT_BYTES)
+    # spreadsheets begin a file with a byte order mark; csv wants the line ends as they are
     text = io.TextIOWrapper(
         io.BufferedReader(open_unpacked(path, head)), "utf-8-sig", "surrogateescape", newline=""
     )

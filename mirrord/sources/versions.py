@@ -40,6 +40,7 @@ _SETUP = re.compile(r"""\bversion\s*=\s*['"](\d[^'"]*)['"]""")
 
 _FROM_TAGS = re.compile(r"setuptools[_-]scm|versioneer|hatch-vcs|poetry-dynamic-versioning|\bpbr\b")
 
+# TAG-DISTANCE-gDIGITS, as `git describe --long` prints it
 _TAG = re.compile(r"\D*?(\d+(?:\.\d+)*)(.*)-(\d+)-g[0-9a-f]+")
 
 
