@@ -138,6 +138,7 @@ def _read_row(line: int, element: Element) -> Prediction | Fault:
     if not isinstance(instance, str) or not instance:
         return Fault(line, "it has no instance_id")
     patch = _first(value, _PATCHES)
+    # pandas writes NaN for a missing text
     is_empty = patch is None or (isinstance(patch, float) and math.isnan(patch))
     if value.keys().isdisjoint(_NAMES - {"instance_id"}) or not (
         is_empty or isinstance(patch, str)
