@@ -51,6 +51,7 @@ _WANTED: dict[Want, set[Outcome | None]] = {
     Want.KEEP: {Outcome.PASSED, Outcome.SKIPPED},
 }
 
+# SWE-bench's NON_TEST_EXTS, in which csv has no dot either
 _NO_TESTS = (
     *(".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml"),
     ".toml",
