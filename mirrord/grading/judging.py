@@ -29,6 +29,7 @@ from .loading import Loaded, compare
 from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, book_of, prepare
 from .rules import ACTIONS, Drop, finding, in_order, must_not_refuse
 
+# each drop may reveal another path, and a round costs about half a second
 _ROUNDS = 10
 _BASES = 256
 _TTL = timedelta(minutes=10)

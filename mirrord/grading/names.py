@@ -88,6 +88,7 @@ def _in_package(above: bytes, context: Context) -> bool:
 
     The top may be on Python's path whatever it has.
     """
+    # both: an agent may add the marker, or remove it
     marker = above + b"__init__.py"
     return bool(above) and context.base.find(marker) is not None and context.has(marker)
 

@@ -266,6 +266,7 @@ def _compiled(patterns: Iterable[str]) -> tuple[re.Pattern[bytes], re.Pattern[by
     both: dict[bool, list[bytes]] = {False: [], True: []}
     for pattern in patterns:
         both["/" in pattern or pattern == "**"].append(expression(pattern))
+    # (?!) matches nothing: a rule may have no pattern of one kind, or none at all
     names, paths = (re.compile(b"|".join(some) or b"(?!)") for some in both.values())
     return names, paths
 
