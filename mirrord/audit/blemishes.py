@@ -60,6 +60,7 @@ def _trace(
     finds = (f"--find-object={oid}" for oid in oids)
     listing = run_git(
         git_dir, "look for the commits with an object",
+        # -m: log shows no differences of merges without it; -t: fsck refuses trees, too
         "-c", "core.quotePath=false", "log", "--all", "--format=commit %H %T", "-m", "-t", "--raw",
         "--no-abbrev", "--no-renames", *finds,
     ) if oids else None  # fmt: skip

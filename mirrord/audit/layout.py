@@ -66,6 +66,7 @@ def _kind_at(path: str) -> FileKind | None:
 
 
 def _kind_of(directory: str, name: str) -> FileKind | None:
+    # git's temporary files there, tmp_obj_*, are none
     if _FAN_OUT.fullmatch(directory):
         return FileKind.LOOSE if LOOSE_NAME.fullmatch(name) else None
     if directory == "info":

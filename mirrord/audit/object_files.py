@@ -217,6 +217,7 @@ def _loose(objects: Path, level: AuditLevel, unopened: Collection[Path]) -> Iter
             return packs.loose_digest(file) == oid
         with open_plain(file) as stream:  # does a zlib stream begin there?
             head = stream.read(2)
+        # RFC 1950: method 8 is deflate, and the two bytes are a multiple of 31
         return len(head) == 2 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0
 
     for directory in sorted(objects.glob("[0-9a-f][0-9a-f]")):

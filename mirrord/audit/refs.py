@@ -133,6 +133,7 @@ def _loose_refs(
         if entry.is_dir(follow_symlinks=False):
             yield from _loose_refs(git_dir, files, ref)
             continue
+        # git writes a ref beside itself as NAME.lock, and allows no ref of such a name
         text = None if ref.endswith(".lock") else _text(git_dir, ref, FileKind.REF, files)
         if text is None:
             continue
