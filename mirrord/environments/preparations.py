@@ -28,7 +28,10 @@ class Preparations:
 
     def write(self, digest: str, key: str, facts: dict[str, Any]) -> None:
         written = json.dumps({**self.read(digest), key: facts})
-        (self.store.root / digest / _FILE).write_text(written)
+        path = self.store.root / digest / _FILE
+        new = path.with_suffix(".new")  # a kill leaves the whole old record, not half of one
+        new.write_text(written)
+        new.rename(path)
 
     def list(self, digest: str) -> list[Preparation]:
         """Return the commits with a prepared layer, and those whose preparation failed."""

@@ -185,9 +185,6 @@ def _gradle(log: str) -> Outcomes:
     return outcomes
 
 
-_CTEST = re.compile(r"\s*\d+/\d+ Test\s+#\d+: (.+?) \.*\s*(?:\*\*\*)?(.+?)\s+[\d.]+ sec\b")
-
-
 def _ctest(log: str) -> Outcomes:
     outcomes: Outcomes = {}
     for line in plain_lines(log):
@@ -204,8 +201,6 @@ def _ctest(log: str) -> Outcomes:
 
 _WORD = {"ok": PASSED, "FAILED": FAILED, "ignored": SKIPPED}
 _SCALA = {"+": PASSED, "-": PASSED, "==> X": FAILED, "x": FAILED, "!": ERROR, "o": SKIPPED}
-
-_SCALATEST = re.compile(r" \*\*\* (FAILED|IGNORED|CANCELED) \*\*\*.*$|!!! IGNORED !!!$")
 
 
 def _sbt(log: str) -> Outcomes:
