@@ -255,23 +255,10 @@ async def write_records(
 
     Returns their commit, which is the same for the same records.
     """
-    dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "@0 +0000")
-
-    async def write(*words: str, stdin: bytes | Path | None = None) -> str:
-        made = await repository.run(
-            *words, stdin=stdin, quarantine_objects=objects, env=dates,
-            doing="write the records of a mirror",
-        )  # fmt: skip
-        return made.lines[0]
-
     files: dict[str, bytes | Path] = {f"dataset-{name}.jsonl": path for name, path in rows.items()}
     files["mirror.json"] = records.model_dump_json(indent=1).encode()
-    entries = [
-        f"100644 blob {await write('hash-object', '-w', '--stdin', stdin=content)}\t{name}"
-        for name, content in sorted(files.items())
-    ]
-    tree = await write("mktree", stdin=lines_of(entries))
-    return await write("commit-tree", "-m", f"records of {records.mirror}", tree)
+    message, doing = f"records of {records.mirror}", "write the records of a mirror"
+    return await repository.write_commit(message, files, objects, doing=doing)
 
 
 async def read_records(repository: Repository, commit: str) -> BundleRecords:

@@ -15,7 +15,7 @@ from anyio import to_thread
 
 from ..catalog import MirrorRow
 from ..errors import InvalidBundleError, InvalidUrlError, MirrordError, StoppingError
-from ..git.command import GitResult, lines_of
+from ..git.command import GitResult
 from ..git.lfs import (
     RECORDS,
     Pointer,
@@ -226,23 +226,10 @@ async def write_objects(repository: Repository, objects: Path) -> Refs:
     had = [each for each in records if has_object(repository.path, each.pointer)]
     if not had:
         return {}
-    dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "@0 +0000")
-
-    async def write(*words: str, stdin: bytes | Path | None = None) -> str:
-        made = await repository.run(
-            *words, stdin=stdin, quarantine_objects=objects, env=dates, timeout=_TIMEOUT,
-            doing="write the LFS objects of a mirror",
-        )  # fmt: skip
-        return made.lines[0]
-
     files: dict[str, bytes | Path] = {_LIST: records_bytes(had)}
     files |= {each.pointer.oid: object_path(repository.path, each.pointer.oid) for each in had}
-    entries = [
-        f"100644 blob {await write('hash-object', '-w', '--stdin', stdin=content)}\t{name}"
-        for name, content in sorted(files.items())
-    ]
-    tree = await write("mktree", stdin=lines_of(entries))
-    tip = await write("commit-tree", "-m", f"LFS objects of {repository.name}", tree)
+    message, doing = f"LFS objects of {repository.name}", "write the LFS objects of a mirror"
+    tip = await repository.write_commit(message, files, objects, doing=doing, timeout=_TIMEOUT)
     return {f"{IN_BUNDLE}{repository.name}": tip}
 
 

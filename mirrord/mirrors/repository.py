@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,28 @@ class Repository:
     async def run(self, *args: str, doing: str, **options: Any) -> GitResult:
         """Call `Git.run` in this repository."""
         return await self.git.run(*args, git_dir=self.path, doing=doing, **options)
+
+    async def write_commit(
+        self, message: str, files: Mapping[str, bytes | Path], objects: Path, **options: Any
+    ) -> str:
+        """Write files as a commit into the object directory `objects`; options are `run`'s.
+
+        The id is the same for the same message and files.
+        """
+        dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "@0 +0000")
+
+        async def write(*words: str, stdin: bytes | Path | None = None) -> str:
+            made = await self.run(
+                *words, stdin=stdin, quarantine_objects=objects, env=dates, **options
+            )
+            return made.lines[0]
+
+        entries = [
+            f"100644 blob {await write('hash-object', '-w', '--stdin', stdin=content)}\t{name}"
+            for name, content in sorted(files.items())
+        ]
+        tree = await write("mktree", stdin=lines_of(entries))
+        return await write("commit-tree", "-m", message, tree)
 
     def is_stub(self) -> bool:
         """True if it is a directory with no ref, no object and no HEAD in it."""

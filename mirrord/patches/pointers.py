@@ -38,7 +38,7 @@ _DIRTY = re.compile(rb"(?m)^Submodule (.+) contains (?:modified|untracked) conte
 _NULL_ID = re.compile(rb"0{7,64}")
 
 
-class Pointer(NamedTuple):
+class MovedSubmodule(NamedTuple):
     """A submodule's commit before and after, maybe abbreviated; None where it has none."""
 
     path: bytes
@@ -74,7 +74,7 @@ def move(tree: Tree, objects: Objects | None, patch: bytes, *, reverse: bool) ->
         if at is not None and at.mode not in (DIRECTORY, SUBMODULE):  # a file with such lines
             continue
         if reverse:
-            pointer = Pointer(path, new, old, pointer.is_dirty)
+            pointer = MovedSubmodule(path, new, old, pointer.is_dirty)
         has_files = _has_files(tree, path) or (
             pointer.old is None and tree.read(path) is None and _has(objects, pointer.new)
         )
@@ -105,7 +105,7 @@ def _has(objects: Objects | None, commit: str | None) -> bool:
     return False
 
 
-def _read(patch: bytes) -> Iterator[tuple[Pointer, bytes]]:
+def _read(patch: bytes) -> Iterator[tuple[MovedSubmodule, bytes]]:
     """Yield what moves a submodule, with the text that says so."""
     for found in _SECTION.finditer(patch):
         before, after, old, was_dirty, new, is_dirty = found.groups()
@@ -123,19 +123,19 @@ def _read(patch: bytes) -> Iterator[tuple[Pointer, bytes]]:
             yield _pointer(path, old, new), found[0]
     for found in _DIRTY.finditer(rest):
         if found[1] not in named:
-            yield Pointer(found[1], None, None, is_dirty=True), found[0]
+            yield MovedSubmodule(found[1], None, None, is_dirty=True), found[0]
 
 
 def _pointer(
     path: bytes, old: bytes | None, new: bytes | None, *, is_dirty: bool = False
-) -> Pointer:
+) -> MovedSubmodule:
     before, after = (
         None if oid is None or _NULL_ID.fullmatch(oid) else oid.decode() for oid in (old, new)
     )
-    return Pointer(path, before, after, is_dirty)
+    return MovedSubmodule(path, before, after, is_dirty)
 
 
-def _move(tree: Tree, objects: Objects, pointer: Pointer, moved: Moved) -> None:
+def _move(tree: Tree, objects: Objects, pointer: MovedSubmodule, moved: Moved) -> None:
     path, old, new, _ = pointer
     for commit in (old, new):
         if commit and not _has(objects, commit):
@@ -143,7 +143,7 @@ def _move(tree: Tree, objects: Objects, pointer: Pointer, moved: Moved) -> None:
             return
     trees = (read_commit(objects, commit).tree if commit else None for commit in (old, new))
     for change in changes(objects, next(trees), next(trees), path + b"/"):
-        inner = Pointer(change.path, _commit_of(change.old), _commit_of(change.new))
+        inner = MovedSubmodule(change.path, _commit_of(change.old), _commit_of(change.new))
         if (inner.old or inner.new) and _has_files(tree, change.path):
             _move(tree, objects, inner, moved)
         elif inner.new:
