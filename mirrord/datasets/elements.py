@@ -39,7 +39,7 @@ class Element(NamedTuple):
 
 def iter_elements(source: ByteSource, *, depth: int = 1) -> Iterator[Element]:
     """Iterate over the document's array or object; with depth 2, over the first array in it."""
-    buffer, at, level = b"", 0, 0  # `at`: offset of the next token
+    buffer, offset, level = b"", 0, 0  # of the next token
     start: int | None = None  # offset of the open element
     after = 0  # end of the last element or of the opening bracket
     key: bytes | None = None
@@ -55,12 +55,12 @@ def iter_elements(source: ByteSource, *, depth: int = 1) -> Iterator[Element]:
     # doubling the buffer scans a long element at most twice, not once per chunk
     while chunk := source.read(max(_CHUNK_BYTES, len(buffer))):
         buffer += chunk
-        for token in _TOKEN.finditer(buffer, at):
+        for token in _TOKEN.finditer(buffer, offset):
             text = token.group()
             if text == b'"':  # the end of the string is in the next chunk
-                at = token.start()
+                offset = token.start()
                 break
-            at = token.end()
+            offset = token.end()
             if text in b"{[":
                 if level == depth:
                     yield from strays(token.start())
@@ -70,24 +70,24 @@ def iter_elements(source: ByteSource, *, depth: int = 1) -> Iterator[Element]:
                     yield Element(fault="it is nested too deeply; the rest is not read")
                     return
                 if level == depth:
-                    after, key, in_array = at, None, text == b"["
+                    after, key, in_array = offset, None, text == b"["
             elif text in b"}]":
                 level -= 1
                 if level == depth and start is not None:
-                    yield Element(buffer[start:at], key)
-                    start, after, key = None, at, None
+                    yield Element(buffer[start:offset], key)
+                    start, after, key = None, offset, None
                 elif level < depth:
                     yield from strays(token.start())
-                    if depth == 1 and (buffer[at:] + source.read(_CHUNK_BYTES)).strip():
+                    if depth == 1 and (buffer[offset:] + source.read(_CHUNK_BYTES)).strip():
                         fault = "the file continues after its closing bracket; the rest is not read"
                         yield Element(fault=fault)
                     return
             elif level == depth and not in_array:
                 key = text
         else:
-            at = len(buffer)
-        keep = min(at, after if start is None else start)
-        buffer, at, after = buffer[keep:], at - keep, max(0, after - keep)
+            offset = len(buffer)
+        keep = min(offset, after if start is None else start)
+        buffer, offset, after = buffer[keep:], offset - keep, max(0, after - keep)
         if start is not None:
             start -= keep
         if len(buffer) > ELEMENT_LIMIT_BYTES:

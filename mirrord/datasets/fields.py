@@ -70,7 +70,7 @@ class Columns:
         self, sources: Mapping[str, str | tuple[str, ...]], defaults: Mapping[str, str]
     ) -> Columns:
         """Return a copy with other sources and defaults of some fields."""
-        changed = {f: (each,) if isinstance(each, str) else each for f, each in sources.items()}
+        changed = {f: (name,) if isinstance(name, str) else name for f, name in sources.items()}
         return Columns({**self.sources, **changed}, {**self.defaults, **defaults})
 
     def names(self) -> set[str]:
@@ -336,7 +336,7 @@ class Fields:
             self.note(f"{name}: not an object, left out")
         if parser := self.text("log_parser"):
             config.setdefault("log_parser", parser)
-        config = {key: each for key, each in config.items() if each}
+        config = {key: member for key, member in config.items() if member}
         if len(json.dumps(config)) > _INSTALL_BYTES:
             self.note(f"{name}: longer than {_INSTALL_BYTES} bytes, left out")
             return None
@@ -374,9 +374,9 @@ class Fields:
 def plain(value: Any) -> Any:
     """Convert a JSON value to a text, or a list or object of texts; None for anything else."""
     if isinstance(value, Mapping):
-        return {str(key): str(each) for key, each in value.items() if each is not None}
+        return {str(key): str(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [str(each) for each in value if isinstance(each, str | int | float)]
+        return [str(item) for item in value if isinstance(item, str | int | float)]
     return str(value) if isinstance(value, str | int | float) and is_encodable(str(value)) else None
 
 

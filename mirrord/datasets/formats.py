@@ -52,7 +52,7 @@ class DatasetFormat:
         row_format = self
         if self.is_wrapped:
             row = self.unwrap(row, rules.append) if self.unwrap else row
-            inner = (each for each in FORMATS if not each.is_wrapped and each.detects(row))
+            inner = (other for other in FORMATS if not other.is_wrapped and other.detects(row))
             row_format = next(inner, FORMATS[-1])
             rules.append(f"row inside: {row_format.name}")
         if row_format.unwrap is not None:
@@ -111,15 +111,15 @@ def _base_of(fields: Fields) -> tuple[CommitId | None, str | None]:
     return None, revision
 
 
-def _with_commits(found: InstanceRow, row: RawFields) -> InstanceRow:
+def _with_commits(instance: InstanceRow, row: RawFields) -> InstanceRow:
     """Add an exported row's commits with their roles, and the branch of its base commit."""
     try:
         named = [
-            (parse_commit(each["commit"]), CommitRole(each["role"])) for each in row["commits"]
+            (parse_commit(entry["commit"]), CommitRole(entry["role"])) for entry in row["commits"]
         ]
     except (InvalidCommitError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise RowError("commits is not a list of objects with commit and role") from error
-    return replace(found, commits=tuple(dict.fromkeys(named)), revision=Fields(row).revision())
+    return replace(instance, commits=tuple(dict.fromkeys(named)), revision=Fields(row).revision())
 
 
 def _has(*names: str) -> Callable[[RawFields], bool]:
@@ -299,9 +299,9 @@ def find_format(asked: str | Columns | None, rows: Sequence[RawFields]) -> Datas
     if asked is not None:
         return get_format(asked)
     for row in rows:
-        for each in FORMATS:
-            if each.detects(row):
-                return each
+        for candidate in FORMATS:
+            if candidate.detects(row):
+                return candidate
     return None
 
 
@@ -319,7 +319,7 @@ def unknown_format(source: str, rows: Sequence[RawFields]) -> InvalidDatasetErro
 
 def get_format(name: str) -> DatasetFormat:
     """Raises InvalidDatasetError."""
-    by_name = {each.name: each for each in FORMATS}
+    by_name = {dataset_format.name: dataset_format for dataset_format in FORMATS}
     if name.lower() not in by_name:
         close = difflib.get_close_matches(name.lower(), by_name, n=1)
         guess = f"did you mean {close[0]}? " if close else ""

@@ -51,17 +51,17 @@ def guess_mapping(rows: Sequence[RawFields]) -> str:
     names = {_plain_name(path): path for path in columns}
     for path in columns:
         names.setdefault(_plain_name(path.rpartition(".")[2]), path)
-    found: dict[str, str] = {}
+    mapping: dict[str, str] = {}
     for field, candidates in _NAMES.items():
         for name in candidates.split():
             column = names.get(name)
-            if column and column not in found.values() and _fits(field, columns[column]):
-                found[field] = column
+            if column and column not in mapping.values() and _fits(field, columns[column]):
+                mapping[field] = column
                 break
-    _complete(found, names, columns)
-    lines = [f"{field} = {json.dumps(found[field])}" for field in _NAMES if field in found]
+    _complete(mapping, names, columns)
+    lines = [f"{field} = {json.dumps(mapping[field])}" for field in _NAMES if field in mapping]
     lines += [
-        f'# {field} = ""  # no column looks like it' for field in _REQUIRED if field not in found
+        f'# {field} = ""  # no column looks like it' for field in _REQUIRED if field not in mapping
     ]
     return "\n".join(lines) + "\n"
 
@@ -112,13 +112,13 @@ _NUMBERS = [
 _REPO = re.compile(r"(?:\S+[/:])?[\w.-]+/[\w.-]+/?")
 
 
-def _complete(found: dict[str, str], names: dict[str, str], columns: dict[str, Any]) -> None:
+def _complete(mapping: dict[str, str], names: dict[str, str], columns: dict[str, Any]) -> None:
     """Add the owner to a repository without one, and an id made of repository and number."""
     owner = next((names[name] for name in _OWNERS if name in names), None)
-    repo = found.get("repo")
+    repo = mapping.get("repo")
     if repo and owner and not _REPO.fullmatch(str(columns[repo])):
-        found["repo"] = f"{{{owner}}}/{{{repo}}}"
+        mapping["repo"] = f"{{{owner}}}/{{{repo}}}"
     number = next((names[name] for name in _NUMBERS if name in names), None)
-    if "instance_id" not in found and repo and number:
+    if "instance_id" not in mapping and repo and number:
         parts = f"{{{owner}}}__{{{repo}}}" if owner else f"{{{repo}}}"
-        found["instance_id"] = f"{parts}-{{{number}}}"
+        mapping["instance_id"] = f"{parts}-{{{number}}}"

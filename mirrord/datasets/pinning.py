@@ -88,8 +88,8 @@ async def pin_all(
             except StoppingError:
                 raise
             except MirrordError as error:
-                facts = {"code": error.code, "detail": error.message}
-                log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), **facts)
+                fields = {"code": error.code, "detail": error.message}
+                log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), **fields)
                 outcomes[key] = PinOutcome({ALL_COMMITS: error.message}, {})
         done += sum(map(len, request))
         report(name.repo)
@@ -113,13 +113,13 @@ async def _pin(
     if is_new:
         await mirrors.sync(row.name, sink)
     refused = await _ensure(mirrors, row.name, commits, revisions, sink)
-    found = await mirrors.resolve_revisions(row.name, revisions)
+    resolved = await mirrors.resolve_revisions(row.name, revisions)
     # upstream may serve through its refs a commit that it refuses by id
-    if not (is_new or is_synced) and (refused or len(found) < len(revisions)):
+    if not (is_new or is_synced) and (refused or len(resolved) < len(revisions)):
         with suppress(MirrordError):
             await mirrors.sync(row.name, sink)
             refused = await _ensure(mirrors, row.name, refused, revisions, sink)
-            found = await mirrors.resolve_revisions(row.name, revisions)
+            resolved = await mirrors.resolve_revisions(row.name, revisions)
     cut = await mirrors.replace_shallow(row.name, refused) if refused and not is_synced else {}
     refused = {commit: reason for commit, reason in refused.items() if commit not in cut}
     owner = owner_of(dataset)
@@ -128,17 +128,17 @@ async def _pin(
         tags = await mirrors.find_tags(row.name, [*(commits.keys() - pinned.keys())])
         other = tags | cut
         commits = {other.get(commit, commit): reason for commit, reason in commits.items()}
-        found = found | other
+        resolved = resolved | other
     by_reason: dict[str, set[CommitId]] = {}
-    for commit, reason in (dict.fromkeys(found.values(), CommitRole.BASE) | {**commits}).items():
+    for commit, reason in (dict.fromkeys(resolved.values(), CommitRole.BASE) | {**commits}).items():
         if commit not in refused and pinned.get(commit) != reason:
             by_reason.setdefault(reason, set()).add(commit)
     for reason, group in sorted(by_reason.items()):
         refused |= await mirrors.pin(row.name, group, owner=owner, reason=reason)
     if len(set(refused.values())) == 1 and len(refused) == len(commits) + len(revisions) > 1:
         reason = next(iter(refused.values()))  # for example, upstream is down
-        return PinOutcome({ALL_COMMITS: reason}, found)
-    return PinOutcome({str(commit): reason for commit, reason in refused.items()}, found)
+        return PinOutcome({ALL_COMMITS: reason}, resolved)
+    return PinOutcome({str(commit): reason for commit, reason in refused.items()}, resolved)
 
 
 async def _ensure(
@@ -169,8 +169,8 @@ async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:
         except StoppingError:
             raise
         except (MirrordError, OSError) as error:
-            facts = {"mirror": str(name), "owner": owner, "count": len(commits)}
-            log.warning("pins.left", **facts, detail=str(error))
+            fields = {"mirror": str(name), "owner": owner, "count": len(commits)}
+            log.warning("pins.left", **fields, detail=str(error))
             failed.append(name)
 
     await together(unpin_mirror(*group, commits) for group, commits in groups.items())
@@ -205,8 +205,9 @@ def read_journals(quarantine: Path) -> dict[str, PinKeys]:
     keys: dict[str, PinKeys] = {}
     for path in quarantine.glob(f"{SPOOL_PREFIX}*/{_FILE}"):
         try:
-            facts = json.loads(read_plain(path))
-            owner, pins = facts["owner"], frozenset((key, commit) for key, commit in facts["pins"])
+            journal = json.loads(read_plain(path))
+            owner = journal["owner"]
+            pins = frozenset((key, commit) for key, commit in journal["pins"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("journal.unreadable", path=str(path), error=str(error))  # its pins stay
             continue

@@ -41,10 +41,10 @@ _CELLS = "truncated_cells"
 
 def iter_rows(path: Path, source: str, columns: Collection[str] | None = None) -> Iterator[RawRow]:
     """Read the rows of a file, named `source` in messages; of Parquet only `columns`, or all."""
-    facts = os.stat(path)
-    if not stat.S_ISREG(facts.st_mode):
+    st = os.stat(path)
+    if not stat.S_ISREG(st.st_mode):
         raise refused(source, "it is not a regular file")
-    count = _unpacked_counter(source, facts.st_size)
+    count = _unpacked_counter(source, st.st_size)
     with path.open("rb") as file:
         head = file.read(8)
     if head.startswith(b"PAR1"):

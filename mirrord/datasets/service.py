@@ -157,17 +157,17 @@ _NAMED_REASONS = 100
 
 def _needs_of(composed: Composed) -> DatasetNeeds:
     every = composed.found.values()
-    reasons = Counter(each for composition in every for each in composition.missing)
+    reasons = Counter(pair for composition in every for pair in composition.missing)
     return DatasetNeeds(
-        submodules=sum(len(each.modules) for each in every),
+        submodules=sum(len(composition.modules) for composition in every),
         missing=[
             MissingSubmodule(path=path, reason=reason, commits=count)
             for (path, reason), count in reasons.most_common(_NAMED_REASONS)
         ],
         missing_count=reasons.total(),
-        lfs_pointers=sum(each.pointers for each in every),
-        lfs_commits=sum(bool(each.pointers) for each in every),
-        lfs_missing=sum(each.lfs_missing for each in every),
+        lfs_pointers=sum(composition.pointers for composition in every),
+        lfs_commits=sum(bool(composition.pointers) for composition in every),
+        lfs_missing=sum(composition.lfs_missing for composition in every),
         lfs_reasons=list(composed.lfs_reasons[:_NAMED_REASONS]),
     )
 
@@ -279,10 +279,10 @@ class Datasets:
 
     async def _read(self, file: DatasetFile, spool: Path) -> ReadResult:
         settings = self._mirrors.settings()
-        known = {row.name.key: row.url for row in await self._catalog.list_mirrors()}
-        known = {MirrorName.parse(m.repo).key: m.url for m in settings.mirror if m.url} | known
+        urls = {row.name.key: row.url for row in await self._catalog.list_mirrors()}
+        urls = {MirrorName.parse(m.repo).key: m.url for m in settings.mirror if m.url} | urls
         default = parse_upstream(settings.upstream.url).host
-        hosts = Hosts(default, {key: parse_upstream(url).host for key, url in known.items()})
+        hosts = Hosts(default, {key: parse_upstream(url).host for key, url in urls.items()})
         arguments = (file.path, file.label, file.format, spool, hosts)
         return await self._mirrors.workers.run(read_dataset, *arguments, timeout=timedelta(hours=1))
 
@@ -314,13 +314,15 @@ class Datasets:
                 fault_count=read.fault_count,
                 faults=read.faults,
                 rules=read.rules,
-                refused={key: each.refused for key, each in outcomes.items() if each.refused},
+                refused={
+                    key: outcome.refused for key, outcome in outcomes.items() if outcome.refused
+                },
             )
-            found = {key: each.found for key, each in outcomes.items()}
+            resolved = {key: outcome.found for key, outcome in outcomes.items()}
             bases = {key: _bases(read, key, outcome) for key, outcome in outcomes.items()}
             composed = await compose_all(self._mirrors, dataset, bases, self._templates, progress)
             await self.on_objects(composed.changed)  # first: the catalog tells a second import
-            change = await self._catalog.replace_dataset(head, spool, found, composed.found)
+            change = await self._catalog.replace_dataset(head, spool, resolved, composed.found)
             self._mirrors.sharing.records_changed(read.names)
             self.on_composed(composed.found)
         # also a cancelled import: the old dataset stays, with its pins and no others
@@ -353,7 +355,7 @@ class Datasets:
             spool = directory / "rows.jsonl"
             read = await self._read(file, spool)
             change = await self._catalog.compare_dataset(dataset, spool)
-        known = {row.name.key for row in await self._catalog.list_mirrors()}
+        mirrored = {row.name.key for row in await self._catalog.list_mirrors()}
         return DatasetDiff(
             a=dataset,
             b=file.label,
@@ -361,7 +363,7 @@ class Datasets:
             format=read.format,
             fault_count=read.fault_count,
             faults=read.faults,
-            new_mirrors=sorted(str(n) for key, n in read.names.items() if key not in known),
+            new_mirrors=sorted(str(n) for key, n in read.names.items() if key not in mirrored),
         )
 
     async def compare(self, a: str, b: str) -> DatasetDiff:
@@ -405,11 +407,11 @@ class Datasets:
                 reasons = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
                 request = ({key: name}, {key: reasons}, {key: revisions})
                 outcomes = await pin_all(self._mirrors, dataset, *request, None, is_synced=True)
-                refused, found = outcomes[key]
+                refused, resolved = outcomes[key]
                 await self._catalog.put_refused(dataset, key, refused)
-                pinned += 0 if ALL_COMMITS in refused else len(roles) + len(found) - len(refused)
-                if found:
-                    count = await self._catalog.resolve_instances(dataset, key, found)
+                pinned += 0 if ALL_COMMITS in refused else len(roles) + len(resolved) - len(refused)
+                if resolved:
+                    count = await self._catalog.resolve_instances(dataset, key, resolved)
                     self.expire_cache()
                     self._changed("dataset.resolved", dataset, instances=count)
         return pinned
@@ -472,10 +474,10 @@ class Datasets:
 
     async def get(self, name: str) -> Dataset:
         """Raises NotFoundError."""
-        found = await self._catalog.find_dataset(name)
-        if found is None:
+        dataset = await self._catalog.find_dataset(name)
+        if dataset is None:
             raise _not_found(name)
-        return found
+        return dataset
 
     async def list_instance_ids(self, name: str | None = None) -> builtins.list[str]:
         """Return the ids of a dataset's instances, or of all. Raises NotFoundError."""
@@ -522,7 +524,7 @@ class Datasets:
             mirror=str(row.mirror),
             repo=row.repo,
             base_commit=row.base_commit,
-            commits=[each for each in commits if each.role is CommitRole.BASE],
+            commits=[recorded for recorded in commits if recorded.role is CommitRole.BASE],
         )
         if not grader:
             return agent_view
@@ -534,10 +536,10 @@ class Datasets:
         answer: dict[str, Any] = {name: getattr(row, name) for name in scalars}
         for name in ("fail_to_pass", "pass_to_pass", "rules"):
             answer[name] = list(getattr(row, name))
-        if row.base_commit and (found := await self.find_composition(row.mirror, row.base_commit)):
-            answer["submodules"] = [each.path for each in found.modules]
-            answer["missing"] = dict(found.missing)
-            answer |= {"lfs_pointers": found.pointers, "lfs_missing": found.lfs_missing}
+        if row.base_commit and (needs := await self.find_composition(row.mirror, row.base_commit)):
+            answer["submodules"] = [module.path for module in needs.modules]
+            answer["missing"] = dict(needs.missing)
+            answer |= {"lfs_pointers": needs.pointers, "lfs_missing": needs.lfs_missing}
         return replace(agent_view, commits=commits, **answer)
 
     # -- locks and stale pins ---------------------------------------------------------------------

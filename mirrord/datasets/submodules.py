@@ -74,7 +74,7 @@ async def compose_all(
     Mirrors of submodules are added and synced, their commits pinned for the dataset. Without `asks`
     no upstream is asked: what is not here is missing.
     """
-    found: dict[Key, Composition] = {}
+    compositions: dict[Key, Composition] = {}
     all_needs: dict[Key, Needs] = {}
     level: list[tuple[Key, str, str, MirrorName, Needs]] = []
     rows = {row.name.key: row for row in await mirrors.catalog.list_mirrors()}
@@ -82,26 +82,26 @@ async def compose_all(
         if key not in rows or not commits:
             continue
         read = await _read(mirrors, rows[key].name, commits)
-        for commit, each in read.items():
-            found[key, commit] = Composition()
-            all_needs[key, commit] = each
-            if each.links:
-                level.append(((key, commit), "", "", rows[key].name, each))
+        for commit, needs in read.items():
+            compositions[key, commit] = Composition()
+            all_needs[key, commit] = needs
+            if needs.links:
+                level.append(((key, commit), "", "", rows[key].name, needs))
     if mirrors.settings().datasets.submodules:
-        await _descend(mirrors, dataset, level, found, all_needs, sink, asks=asks)
+        await _descend(mirrors, dataset, level, compositions, all_needs, sink, asks=asks)
     else:
         for base, _, _, _, needs in level:
             fact = "[datasets] submodules is false"
             missing = tuple((link.path, fact) for link in needs.links)
-            found[base] = replace(found[base], missing=missing)
-    reasons = await _have_objects(mirrors, found, all_needs, sink, asks=asks)
-    changed = await _compose(mirrors, found, templates)
-    return Composed(found, changed, tuple(sorted(set(reasons))))
+            compositions[base] = replace(compositions[base], missing=missing)
+    reasons = await _have_objects(mirrors, compositions, all_needs, sink, asks=asks)
+    changed = await _compose(mirrors, compositions, templates)
+    return Composed(compositions, changed, tuple(sorted(set(reasons))))
 
 
 async def _have_objects(
     mirrors: Mirrors,
-    found: dict[Key, Composition],
+    compositions: dict[Key, Composition],
     needs: Mapping[Key, Needs],
     sink: ProgressSink | None,
     *,
@@ -109,9 +109,9 @@ async def _have_objects(
 ) -> list[str]:
     """Fetch the LFS objects of these commits, and count them; return why some are not had."""
     wanted: dict[str, dict[Pointer, str | None]] = {}
-    for (key, _), each in needs.items():
-        if each.pointers:
-            wanted.setdefault(key, {}).update(dict.fromkeys(each.objects, each.lfs_url))
+    for (key, _), need in needs.items():
+        if need.pointers:
+            wanted.setdefault(key, {}).update(dict.fromkeys(need.objects, need.lfs_url))
     if not wanted:
         return []
     rows = {row.name.key: row for row in await mirrors.catalog.list_mirrors()}
@@ -119,23 +119,25 @@ async def _have_objects(
     lacking: dict[str, set[Pointer]] = {}
     for key, pointers in wanted.items():
         git_dir = mirrors.path(rows[key].name)
-        lacking[key] = {each for each in pointers if not has_object(git_dir, each)}
+        lacking[key] = {pointer for pointer in pointers if not has_object(git_dir, pointer)}
         if not asks:
             reasons += [_ABSENT] if lacking[key] else []
         elif mirrors.settings().datasets.lfs:
             reasons += (await fetch_objects(mirrors, rows[key], pointers.items(), sink)).values()
-            lacking[key] = {each for each in lacking[key] if not has_object(git_dir, each)}
+            lacking[key] = {pointer for pointer in lacking[key] if not has_object(git_dir, pointer)}
         elif lacking[key]:
             reasons.append("[datasets] lfs is false")
-    for base, composition in found.items():
-        parts = [base, *((at.mirror.lower(), CommitId(at.commit)) for at in composition.modules)]
-        objects = {(key, at) for key, commit in parts for at in needs[key, commit].objects}
+    for base, composition in compositions.items():
+        parts = [base, *((sub.mirror.lower(), CommitId(sub.commit)) for sub in composition.modules)]
+        objects = {
+            (key, pointer) for key, commit in parts for pointer in needs[key, commit].objects
+        }
         if objects:
-            found[base] = replace(
+            compositions[base] = replace(
                 composition,
                 pointers=len(objects),
-                lfs_bytes=sum(at.size for _, at in objects),
-                lfs_missing=sum(at in lacking[key] for key, at in objects),
+                lfs_bytes=sum(pointer.size for _, pointer in objects),
+                lfs_missing=sum(pointer in lacking[key] for key, pointer in objects),
             )
     return reasons
 
@@ -145,18 +147,18 @@ async def _read(
 ) -> dict[CommitId, Needs]:
     path, run = mirrors.path(name), mirrors.workers.run
     try:
-        found = await run(read_needs, path, sorted(commits), timeout=_TIMEOUT)
+        by_commit = await run(read_needs, path, sorted(commits), timeout=_TIMEOUT)
     except MirrordError as error:
         log.warning("needs.unread", mirror=str(name), error=error.message)
         return {}
-    return {CommitId(commit): each for commit, each in found.items()}
+    return {CommitId(commit): needs for commit, needs in by_commit.items()}
 
 
 async def _descend(
     mirrors: Mirrors,
     dataset: DatasetName,
     level: list[tuple[Key, str, str, MirrorName, Needs]],
-    found: dict[Key, Composition],
+    compositions: dict[Key, Composition],
     all_needs: dict[Key, Needs],
     sink: ProgressSink | None,
     *,
@@ -170,8 +172,8 @@ async def _descend(
             url = (await mirrors.get(str(parent))).url
             for link in needs.links:
                 path = f"{above}/{link.path}" if above else link.path
-                composition = found[base]
-                count = len(composition.modules) + sum(each.base == base for each in wanted)
+                composition = compositions[base]
+                count = len(composition.modules) + sum(want.base == base for want in wanted)
                 try:
                     if depth == DEPTH_LIMIT or count >= COUNT_LIMIT:
                         raise ValueError(
@@ -180,10 +182,10 @@ async def _descend(
                     wanted.append(_resolve(mirrors, base, link, path, git_dir, url))
                 except ValueError as error:
                     missing = (*composition.missing, (path, str(error)))
-                    found[base] = replace(composition, missing=missing)
+                    compositions[base] = replace(composition, missing=missing)
         if not wanted:
             return
-        level = await _have(mirrors, dataset, wanted, found, all_needs, sink, asks=asks)
+        level = await _have(mirrors, dataset, wanted, compositions, all_needs, sink, asks=asks)
 
 
 def _resolve(
@@ -219,23 +221,23 @@ def join_url(parent: str, url: str) -> str:
     """Return the URL that git's `relative_url` makes of one beside `parent`."""
     if not url.startswith(("./", "../")):
         return url
-    at = parent.rstrip("/")
+    base = parent.rstrip("/")
     while True:
         if url.startswith("../"):
             url = url.removeprefix("../")
-            above, slash, _ = at.rpartition("/")
-            at = above if slash else at.rpartition(":")[0]
+            above, slash, _ = base.rpartition("/")
+            base = above if slash else base.rpartition(":")[0]
         elif url.startswith("./"):
             url = url.removeprefix("./")
         else:
-            return f"{at}/{url}".rstrip("/")
+            return f"{base}/{url}".rstrip("/")
 
 
 async def _have(
     mirrors: Mirrors,
     dataset: DatasetName,
     wanted: Sequence[_Wanted],
-    found: dict[Key, Composition],
+    compositions: dict[Key, Composition],
     all_needs: dict[Key, Needs],
     sink: ProgressSink | None,
     *,
@@ -246,8 +248,8 @@ async def _have(
     commits: dict[str, dict[CommitId, str]] = {}
     outcomes: dict[str, PinOutcome] = {}
     new: list[MirrorName] = []
-    for each in wanted:
-        key = each.mirror.key
+    for want in wanted:
+        key = want.mirror.key
         if key not in names and key not in outcomes:
             try:
                 row = await mirrors.catalog.find_mirror(key)
@@ -255,12 +257,12 @@ async def _have(
                     outcomes[key] = PinOutcome({ALL_COMMITS: _ABSENT}, {})
                     continue
                 if row is None:
-                    row = await mirrors.add(each.mirror.repo, each.own_url)
+                    row = await mirrors.add(want.mirror.repo, want.own_url)
                     new.append(row.name)
                 names[key] = row.name
             except MirrordError as error:
                 outcomes[key] = PinOutcome({ALL_COMMITS: error.message}, {})
-        commits.setdefault(key, {})[CommitId(each.link.commit)] = CommitRole.SUBMODULE
+        commits.setdefault(key, {})[CommitId(want.link.commit)] = CommitRole.SUBMODULE
     commits = {key: commits[key] for key in names}
     absent: dict[str, dict[str, str]] = {}
     for key in () if asks else names:
@@ -278,22 +280,23 @@ async def _have(
     for key, name in names.items():
         unread = [commit for commit in had[key] if (key, commit) not in all_needs]
         read = await _read(mirrors, name, unread) if unread else {}
-        all_needs |= {(key, commit): each for commit, each in read.items()}
+        all_needs |= {(key, commit): needs for commit, needs in read.items()}
     below = []
-    for each in wanted:
-        key, commit, composition = each.mirror.key, CommitId(each.link.commit), found[each.base]
+    for want in wanted:
+        key, commit = want.mirror.key, CommitId(want.link.commit)
+        composition = compositions[want.base]
         reason = _refusal(outcomes[key], commit)
         inner = all_needs.get((key, commit))
         if reason or inner is None:
-            fact = (each.path, f"{each.mirror.repo}: {reason or 'its tree cannot be read'}")
-            found[each.base] = replace(composition, missing=(*composition.missing, fact))
+            fact = (want.path, f"{want.mirror.repo}: {reason or 'its tree cannot be read'}")
+            compositions[want.base] = replace(composition, missing=(*composition.missing, fact))
             continue
         module = Module(
-            each.path, str(each.link.name), each.git_dir, each.url, str(names[key]), commit
+            want.path, str(want.link.name), want.git_dir, want.url, str(names[key]), commit
         )
-        found[each.base] = replace(composition, modules=(*composition.modules, module))
+        compositions[want.base] = replace(composition, modules=(*composition.modules, module))
         if inner.links:
-            below.append((each.base, each.path, each.git_dir, names[key], inner))
+            below.append((want.base, want.path, want.git_dir, names[key], inner))
     return below
 
 
@@ -304,42 +307,45 @@ def _refusal(outcome: PinOutcome, commit: CommitId) -> str | None:
 
 
 async def _compose(
-    mirrors: Mirrors, found: dict[Key, Composition], templates: Path
+    mirrors: Mirrors, compositions: dict[Key, Composition], templates: Path
 ) -> frozenset[str]:
     """Write the composed trees that an earlier import did not write.
 
     Returns the keys of the mirrors whose trees have other LFS objects than before.
     """
     names = {row.name.key: row.name for row in await mirrors.catalog.list_mirrors()}
-    known: dict[str, dict[CommitId, Composition]] = {}
+    earlier: dict[str, dict[CommitId, Composition]] = {}
     jobs: dict[str, list[CommitId]] = {}
-    for (key, commit), composition in found.items():
-        if key not in known:
-            known[key] = await mirrors.catalog.list_compositions(key)
+    for (key, commit), composition in compositions.items():
+        if key not in earlier:
+            earlier[key] = await mirrors.catalog.list_compositions(key)
         if not composition.modules and composition.lfs_missing == composition.pointers:
             continue
-        before = known[key].get(commit)
+        before = earlier[key].get(commit)
         target = whole_path(templates, str(names[key]))
         if (
             before
             and before == replace(composition, tree=before.tree)
             and has_whole(target, before)
         ):
-            found[key, commit] = replace(composition, tree=before.tree)
+            compositions[key, commit] = replace(composition, tree=before.tree)
         else:
             jobs.setdefault(key, []).append(commit)
     run = mirrors.workers.run
     for key, commits in jobs.items():
-        wholes = [whole_of(mirrors.path, names[key], each, found[key, each]) for each in commits]
+        wholes = [
+            whole_of(mirrors.path, names[key], commit, compositions[key, commit])
+            for commit in commits
+        ]
         target = whole_path(templates, str(names[key]))
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         trees = await run(compose, target, wholes, timeout=_TIMEOUT)
         for commit, tree in zip(commits, trees, strict=True):
-            found[key, commit] = replace(found[key, commit], tree=tree)
+            compositions[key, commit] = replace(compositions[key, commit], tree=tree)
     return frozenset(
         key
-        for (key, commit), composition in found.items()
-        if composition.lfs_missing != _missing_before(known[key].get(commit), composition)
+        for (key, commit), composition in compositions.items()
+        if composition.lfs_missing != _missing_before(earlier[key].get(commit), composition)
     )
 
 
@@ -360,7 +366,7 @@ def whole_of(
     composition: Composition,
 ) -> Whole:
     parts = (
-        Part(each.path, path_of(MirrorName.parse(each.mirror)), each.commit)
-        for each in composition.modules
+        Part(module.path, path_of(MirrorName.parse(module.mirror)), module.commit)
+        for module in composition.modules
     )
     return Whole(path_of(name), commit, tuple(parts))

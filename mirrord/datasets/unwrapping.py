@@ -84,7 +84,7 @@ def unwrap_r2e(row: RawFields, note: Note) -> RawFields:
         note("repo: by repo_name")
     old = str(parsed.get("old_commit_hash") or f"{gold[0]}^")
     note(f"base_commit: {'the parent of the commit' if '^' in old else 'old_commit_hash'}")
-    files = [each for each in parsed.get("file_diffs") or () if isinstance(each, Mapping)]
+    files = [diff for diff in parsed.get("file_diffs") or () if isinstance(diff, Mapping)]
     patches = {"patch": _joined(files, tests=False), "test_patch": _joined(files, tests=True)}
     if any(patches.values()):
         note("patch: from parsed_commit_content")
@@ -160,8 +160,8 @@ def find_inner(row: RawFields) -> RawFields | None:
     members = [value for value in row.values() if isinstance(value, Mapping)]
     texts = (value for value in row.values() if isinstance(value, str) and value[:1] == "{")
     members += [value for value in map(parse_json, texts) if isinstance(value, Mapping)]
-    inner = (value for each in members for value in each.values() if isinstance(value, Mapping))
-    return next((each for each in (*members, *inner) if all(map(each.get, _SHAPE))), None)
+    inner = (value for member in members for value in member.values() if isinstance(value, Mapping))
+    return next((member for member in (*members, *inner) if all(map(member.get, _SHAPE))), None)
 
 
 def unwrap_inner(row: RawFields, note: Note) -> RawFields:

@@ -174,7 +174,7 @@ class Builds:
         path.mkdir(mode=0o700)
         self._running[plan.digest] = _Running(plan, path, datetime.now(UTC))
         self.events.publish("environment.started", key=plan.recipe.key, digest=plan.digest)
-        facts: dict[str, Any] = {
+        content: dict[str, Any] = {
             "key": plan.recipe.key, "digest": plan.digest, "recipe": plan.recipe.to_json(),
             "mirror": str(plan.mirror) if plan.mirror else None, "commit": plan.commit,
             "interpreter": find_interpreter(plan.recipe.python),
@@ -182,27 +182,27 @@ class Builds:
         }  # fmt: skip
         try:
             with BuildLog.opened(path / "log") as log:
-                failure = await self._make(plan, path, log, facts)
-            facts |= {"state": "failed" if failure else "ready", "error": failure}
-            facts |= {"tail": [*log.tail] if failure else [], "at": time.time()}
-            facts["duration_s"] = round(facts["at"] - began, 3)
+                failure = await self._make(plan, path, log, content)
+            content |= {"state": "failed" if failure else "ready", "error": failure}
+            content |= {"tail": [*log.tail] if failure else [], "at": time.time()}
+            content["duration_s"] = round(content["at"] - began, 3)
             with full_disk_named("an environment"):
-                (path / RECORD).write_text(json.dumps(facts))
+                (path / RECORD).write_text(json.dumps(content))
             record = self.store.add(path, plan.digest)
         finally:
             del self._running[plan.digest]
             self.trash.add(path)
         names = ["key", "digest", "duration_s"]
         if failure:
-            fields = {name: facts[name] for name in names}
+            fields = {name: content[name] for name in names}
             self.events.publish("environment.failed", **fields, detail=failure)
             raise failed(plan, failure)
         names += ["files", "size_bytes", "shared_bytes"]
-        self.events.publish("environment.built", **{name: facts[name] for name in names})
+        self.events.publish("environment.built", **{name: content[name] for name in names})
         return record
 
     async def _make(
-        self, plan: Plan, path: Path, log: BuildLog, facts: dict[str, Any]
+        self, plan: Plan, path: Path, log: BuildLog, content: dict[str, Any]
     ) -> str | None:
         """Have the builder make the prefix, and adopt it; return what failed."""
         async with self.scratch() as scratch:
@@ -221,11 +221,11 @@ class Builds:
                     )
                 except LimitReachedError as error:
                     return error.message
-                facts |= adopted._asdict()
+                content |= adopted._asdict()
                 for reason, count in adopted.dropped.items():
                     log.say(f"left out {count}: {reason}\n")
                 if plan.commit:
-                    facts["findings"] = await self.scan(path / "files", plan, plan.commit)
+                    content["findings"] = await self.scan(path / "files", plan, plan.commit)
         return failure
 
     async def scan(self, prefix: Path, plan: Plan, commit: CommitId) -> list[dict[str, Any]]:
@@ -237,8 +237,8 @@ class Builds:
             scan_environment, prefix, git_dir, commit, timeout=_SCAN_TIMEOUT
         )
         if leaks:
-            facts = {"key": plan.recipe.key, "digest": plan.digest, "count": len(leaks)}
-            self.events.publish("environment.leaks", **facts)
+            fields = {"key": plan.recipe.key, "digest": plan.digest, "count": len(leaks)}
+            self.events.publish("environment.leaks", **fields)
         return [leak.to_json() for leak in leaks[:_FINDINGS]]
 
     async def run(
@@ -307,22 +307,22 @@ class Builds:
 
         Raises EnvironmentFailedError if they fail, or failed before and nothing has changed.
         """
-        key, known = f"{plan.mirror}@{base}", self.preparations.read(plan.digest)
+        key, preparations = f"{plan.mirror}@{base}", self.preparations.read(plan.digest)
         made_with = self.made_with(plan.recipe)
-        before = known.get(key, {})
+        before = preparations.get(key, {})
         if not again and "error" in before and before["made_with"] == made_with:
             raise failed(plan, f"{before['error']} (earlier; nothing has changed)")
         began = time.perf_counter()
-        facts: dict[str, Any] = {"made_with": made_with}
+        outcome: dict[str, Any] = {"made_with": made_with}
         with BuildLog.opened(self.store.root / plan.digest / "log") as log:
             log.say(f"== preparing {key}\n")
             failure = await self._run_commands(plan, base, log)
         if failure:
-            facts |= {"error": failure, "tail": [*log.tail]}
+            outcome |= {"error": failure, "tail": [*log.tail]}
         elif base != plan.commit:  # the build has scanned it for that one
             prefix = self.store.directory(plan.digest)
-            facts["findings"] = await self.scan(prefix, plan, base)
-        self.preparations.write(plan.digest, key, facts)
+            outcome["findings"] = await self.scan(prefix, plan, base)
+        self.preparations.write(plan.digest, key, outcome)
         fields = {"key": plan.recipe.key, "digest": plan.digest, "mirror": str(plan.mirror)}
         duration_s = round(time.perf_counter() - began, 3)
         if failure:

@@ -99,8 +99,8 @@ class ImageTrees:
         try:
             write = partial(self._write, name, mirror, commit)
             written = await self.checkouts.show_layer(checkout.id, write, own_peer())
-            facts: dict[str, Any] = {"changed": written.changed}
-            facts["findings"] = [each.to_json() for each in written.findings[:_FINDINGS]]
+            preparation: dict[str, Any] = {"changed": written.changed}
+            preparation["findings"] = [leak.to_json() for leak in written.findings[:_FINDINGS]]
             if written.changed:
                 saved = protocol.SaveLayer(name=layer_name(name.digest))
                 await self.checkouts.save(checkout.id, saved, own_peer())
@@ -115,7 +115,7 @@ class ImageTrees:
         finally:
             with anyio.CancelScope(shield=True):
                 await self.checkouts.release(checkout.id, own_peer())
-        self.preparations.write(name.digest, key, facts)
+        self.preparations.write(name.digest, key, preparation)
         fields = {"key": name.key, "digest": name.digest, "mirror": str(mirror), "commit": commit}
         duration_s = round(time.perf_counter() - began, 3)
         self.mirrors.events.publish("environment.prepared", **fields, duration_s=duration_s)
@@ -128,7 +128,7 @@ class ImageTrees:
         assert record is not None  # it is held
         tree = record.facts["image"]["tree"]
         order = Order(
-            stack=tuple(self.store.layers / each for each in record.facts["stack"]), tree=tree,
+            stack=tuple(self.store.layers / digest for digest in record.facts["stack"]), tree=tree,
             checkout=checkout, mirror=self.mirrors.path(mirror), commit=commit, layer=layer,
         )  # fmt: skip
         written = await self.mirrors.workers.run(write_tree_layer, order, timeout=_TIMEOUT)

@@ -98,61 +98,61 @@ class Images:
             await self.mirrors.room.ensure("import an image")
             began = time.time()
             self.mirrors.events.publish("environment.started", key=key, digest="")
-            facts: dict[str, Any] = {"key": key, "source": request.source, "recipe": None}
-            facts |= {"mirror": None, "commit": None, "interpreter": None, "tail": []}
+            content: dict[str, Any] = {"key": key, "source": request.source, "recipe": None}
+            content |= {"mirror": None, "commit": None, "interpreter": None, "tail": []}
             try:
                 async with self._fetched(request.source, upload, progress) as fetched:
-                    facts |= await self._unpacked(fetched, request, progress)
-                facts |= {"state": "ready", "error": None}
+                    content |= await self._unpacked(fetched, request, progress)
+                content |= {"state": "ready", "error": None}
             except InvalidImageError as error:
-                facts |= {"state": "failed", "error": error.message.partition(": ")[2]}
+                content |= {"state": "failed", "error": error.message.partition(": ")[2]}
                 text = json.dumps([key, request.source])
-                facts["digest"] = hashlib.sha256(text.encode()).hexdigest()
-            facts |= {"at": time.time(), "duration_s": round(time.time() - began, 3)}
-            await self._publish(facts)
-        name = str(EnvironmentName(key, facts["digest"]))
-        if facts["error"]:
-            detail = f"cannot import image {request.source}: {facts['error']}"
+                content["digest"] = hashlib.sha256(text.encode()).hexdigest()
+            content |= {"at": time.time(), "duration_s": round(time.time() - began, 3)}
+            await self._publish(content)
+        name = str(EnvironmentName(key, content["digest"]))
+        if content["error"]:
+            detail = f"cannot import image {request.source}: {content['error']}"
             failure = protocol.FailedBuild(key=key, detail=detail)
             return protocol.BuildReport(ready=[], failed=[failure])
         return protocol.BuildReport(ready=[name])
 
-    async def _publish(self, facts: dict[str, Any]) -> None:
+    async def _publish(self, content: dict[str, Any]) -> None:
         """Make the environment of a record; nothing changes where it exists. A failure goes with
         the next import of the key.
         """
-        digest, is_ready = facts["digest"], facts["state"] == "ready"
-        for record in list(self.store.iter_records(facts["key"])):
+        digest, is_ready = content["digest"], content["state"] == "ready"
+        for record in list(self.store.iter_records(content["key"])):
             if "image" not in record.facts and record.facts["recipe"] is None:
                 self.store.remove(record.digest)
-        known = self.store.record(digest)
-        if is_ready and not (known and known.is_ready):
+        existing = self.store.record(digest)
+        if is_ready and not (existing and existing.is_ready):
             path = self.store.new_path()
             path.mkdir(mode=0o700)
             try:
-                tree = facts["image"]["tree"]
-                below = [self.store.layers / name for name in facts["stack"]]
+                tree = content["image"]["tree"]
+                below = [self.store.layers / name for name in content["stack"]]
                 cover = await anyio.to_thread.run_sync(find_links, _GIVEN, below)
-                cover += [tree] if tree in facts["image"]["repositories"] else []
+                cover += [tree] if tree in content["image"]["repositories"] else []
                 await anyio.to_thread.run_sync(make_cover, path / "files", cover, below)
-                self._write(path, facts)
+                self._write(path, content)
             finally:
                 self.mirrors.trash.add(path)
         elif not is_ready:
             path = self.store.new_path()
             path.mkdir(mode=0o700)
-            self._write(path, facts)
+            self._write(path, content)
         name = "environment.built" if is_ready else "environment.failed"
         named = ("key", "digest", "duration_s", *(("files", "size_bytes", "shared_bytes")
                  if is_ready else ()))  # fmt: skip
-        more = {} if is_ready else {"detail": facts["error"]}
-        self.mirrors.events.publish(name, **{each: facts[each] for each in named}, **more)
+        more = {} if is_ready else {"detail": content["error"]}
+        self.mirrors.events.publish(name, **{field: content[field] for field in named}, **more)
 
-    def _write(self, path: Path, facts: dict[str, Any]) -> None:
+    def _write(self, path: Path, content: dict[str, Any]) -> None:
         with full_disk_named("an environment"):
-            (path / "log").write_text(f"imported from {facts['source']}\n")
-            (path / RECORD).write_text(json.dumps(facts))
-        self.store.add(path, facts["digest"])
+            (path / "log").write_text(f"imported from {content['source']}\n")
+            (path / RECORD).write_text(json.dumps(content))
+        self.store.add(path, content["digest"])
 
     def sweep(self) -> None:
         """Remove the layers that no image has, unless an import may be about to use them."""
@@ -236,10 +236,10 @@ class Images:
         async def one(number: int, layer: _Layer) -> None:
             nonlocal done, shared_bytes
             async with turns:
-                known = await anyio.to_thread.run_sync(self.store.read_layer, layer.name)
-                if known is not None:
-                    shared_bytes += known["size_bytes"]
-                    names[number], kept[number] = layer.name, known
+                stored = await anyio.to_thread.run_sync(self.store.read_layer, layer.name)
+                if stored is not None:
+                    shared_bytes += stored["size_bytes"]
+                    names[number], kept[number] = layer.name, stored
                 else:
                     root, listing = await self._unpack(place, layer)
                     if listing.opaque:
@@ -258,7 +258,7 @@ class Images:
             for number, (root, listing) in sorted(opaque.items()):
                 chain = "\n".join(layer.diff_id for layer in layers[: number + 1])
                 name = hashlib.sha256(chain.encode()).hexdigest()
-                below = [self.store.layers / str(each) for each in reversed(names[:number])]
+                below = [self.store.layers / str(lower) for lower in reversed(names[:number])]
                 kept[number] = await self._finish(name, root, listing, below)
                 names[number] = name
         finally:
@@ -290,10 +290,10 @@ class Images:
         dropped = await self.mirrors.workers.run(
             finish_layer, root, listing, below, timeout=_LAYER_TIMEOUT
         )
-        facts = {"files": listing.files, "size_bytes": listing.size_bytes, "dropped": dropped}
-        facts["repositories"] = listing.repositories
-        await anyio.to_thread.run_sync(self.store.add_layer, root, name, facts)
-        return facts
+        content = {"files": listing.files, "size_bytes": listing.size_bytes, "dropped": dropped}
+        content["repositories"] = listing.repositories
+        await anyio.to_thread.run_sync(self.store.add_layer, root, name, content)
+        return content
 
     async def _described(
         self, config: dict[str, Any], stack: list[str], kept: list[dict[str, Any]],
@@ -303,7 +303,7 @@ class Images:
         own = config.get("config") or {}
         paths = [self.store.layers / name for name in stack]
         user: User = await anyio.to_thread.run_sync(find_user, paths, str(own.get("User") or ""))
-        repositories = sorted({path for each in kept for path in each["repositories"]})
+        repositories = sorted({path for layer in kept for path in layer["repositories"]})
         workdir = os.path.normpath(str(own.get("WorkingDir") or "/"))
         image = {
             "layers": len(stack), "uid": user.uid, "gid": user.gid,
@@ -313,14 +313,14 @@ class Images:
             "tree": request.tree or _find_tree(workdir, repositories),
         }  # fmt: skip
         dropped: dict[str, int] = {}
-        for each in kept:
-            for reason, count in each["dropped"].items():
+        for layer in kept:
+            for reason, count in layer["dropped"].items():
                 dropped[reason] = dropped.get(reason, 0) + count
         text = json.dumps([request.key, request.source, image, stack], sort_keys=True)
         return {
             "digest": hashlib.sha256(text.encode()).hexdigest(), "image": image, "stack": stack,
-            "files": sum(each["files"] for each in kept),
-            "size_bytes": sum(each["size_bytes"] for each in kept),
+            "files": sum(layer["files"] for layer in kept),
+            "size_bytes": sum(layer["size_bytes"] for layer in kept),
             "dropped": dropped, "findings": [], "manifest": None,
         }  # fmt: skip
 
@@ -417,9 +417,9 @@ def _read_image(place: Path) -> tuple[dict[str, Any], list[_Layer]]:
         config = _read_blob(place, config_of)
         diff_ids = config["rootfs"]["diff_ids"]
         layers = [
-            _Layer(_digest(each["digest"]), _plain_type(each["mediaType"]), int(each["size"]),
-                   _digest(diff_id))
-            for each, diff_id in zip(held, diff_ids, strict=True)
+            _Layer(_digest(descriptor["digest"]), _plain_type(descriptor["mediaType"]),
+                   int(descriptor["size"]), _digest(diff_id))
+            for descriptor, diff_id in zip(held, diff_ids, strict=True)
         ]  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise InvalidImageError(f"cannot read the image: {error}") from error
@@ -471,7 +471,7 @@ def _variables(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _words(config: dict[str, Any], name: str) -> list[str]:
-    return [str(each) for each in config.get(name) or []]
+    return [str(word) for word in config.get(name) or []]
 
 
 def _find_tree(workdir: str, repositories: Sequence[str]) -> str:
@@ -481,7 +481,7 @@ def _find_tree(workdir: str, repositories: Sequence[str]) -> str:
     if workdir in repositories:
         return workdir
     tops = [path for path in repositories if path.count("/") <= 3 and path != "/"]
-    tops = [path for path in tops if not any(path.startswith(f"{each}/") for each in tops)]
+    tops = [path for path in tops if not any(path.startswith(f"{top}/") for top in tops)]
     likely = [path for path in tops if path == TESTBED] or (tops if len(tops) == 1 else [])
     for path in (*likely, workdir):
         with suppress(ValueError):

@@ -55,10 +55,10 @@ class User(NamedTuple):
 class _Header(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        found = super().frombuf(buf, encoding, errors)
-        if found.type in _HEADERS and found.size > _HEADER_LIMIT_BYTES:
-            raise _refused(f"a header of {found.size} bytes")
-        return found
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in _HEADERS and header.size > _HEADER_LIMIT_BYTES:
+            raise _refused(f"a header of {header.size} bytes")
+        return header
 
 
 class _Hashed:
@@ -112,7 +112,7 @@ def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
         if files > FILES_LIMIT:
             raise _refused(f"more than {FILES_LIMIT} files")
         # programs differ in what they make of these
-        if link := next((each for each in _above(path) if each in links), None):
+        if link := next((directory for directory in _above(path) if directory in links), None):
             raise _refused(f"the path {shown(path)}, below the link {shown(link)}")
         if member.issym():
             links.add(path)
@@ -134,7 +134,7 @@ def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
             repositories.add(f"/{above}")
         if member.islnk():
             target = _checked(member.linkname)
-            if any(each in links for each in _above(target)):
+            if any(directory in links for directory in _above(target)):
                 raise _refused(f"the hard link {shown(path)}, to what is below a link")
         # those in /dev are left out later: a sandbox has a /dev of its own
         elif (member.ischr() or member.isblk()) and not f"{path}/".startswith("dev/"):
@@ -144,7 +144,7 @@ def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
 
 def _checked(name: str) -> str:
     """Return a path of an archive relative to its root. Raises InvalidImageError."""
-    parts = [each for each in name.split("/") if each not in ("", ".")]
+    parts = [part for part in name.split("/") if part not in ("", ".")]
     path = "/".join(parts)
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise _refused(f"the path {shown(name)}, which leads out of it")
@@ -169,7 +169,7 @@ def finish_layer(root: Path, listing: Listing, below: Sequence[Path]) -> dict[st
     with full_disk_named("a layer of an image"), opened(open_directory(root)) as top:
         os.fchmod(top, 0o755)
         _strip(top, dropped)
-        hidden = [path for at in listing.opaque for path in _hidden(root, at, below)]
+        hidden = [path for directory in listing.opaque for path in _hidden(root, directory, below)]
         for path in [*listing.removed, *hidden]:
             _remove(top, path)
     os.sync()  # after a power failure no file of a layer is empty
@@ -184,7 +184,7 @@ def make_cover(root: Path, paths: Sequence[str], below: Sequence[Path]) -> None:
     root.mkdir(mode=0o755)
     directories = dict[str, None]()
     with full_disk_named("a layer of an image"), opened(open_directory(root)) as top:
-        for path in (each.strip("/") for each in paths):
+        for path in (given.strip("/") for given in paths):
             if _shown(path, below) is not None:
                 _remove(top, path)
                 directories |= dict.fromkeys(_above(path))
@@ -197,7 +197,7 @@ def make_cover(root: Path, paths: Sequence[str], below: Sequence[Path]) -> None:
 def find_links(paths: Sequence[str], layers: Sequence[Path]) -> list[str]:
     """Return the paths that are symbolic links in a stack of layers, the top first."""
     shown = {path: _shown(path, layers) for path in paths}
-    return [path for path, facts in shown.items() if facts and stat.S_ISLNK(facts.st_mode)]
+    return [path for path, st in shown.items() if st and stat.S_ISLNK(st.st_mode)]
 
 
 def _above(path: str) -> Iterator[str]:
@@ -207,25 +207,25 @@ def _above(path: str) -> Iterator[str]:
 
 def _shown(path: str, layers: Sequence[Path]) -> os.stat_result | None:
     """Return what a stack of layers shows at a path, without following links."""
-    at, seen = "", list(layers)
+    prefix, seen = "", list(layers)
     for name in path.split("/"):
-        at, upper, seen = os.path.join(at, name), seen, []
+        prefix, upper, seen = os.path.join(prefix, name), seen, []
         shown = None
         for layer in upper:
             try:
-                facts = os.lstat(layer / at)
+                st = os.lstat(layer / prefix)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            if stat.S_ISCHR(facts.st_mode):  # a whiteout; there are no other devices
+            if stat.S_ISCHR(st.st_mode):  # a whiteout; there are no other devices
                 break
-            shown = shown or facts
-            if not stat.S_ISDIR(facts.st_mode):
+            shown = shown or st
+            if not stat.S_ISDIR(st.st_mode):
                 break
             seen.append(layer)
         if shown is None:
             return None
         if not stat.S_ISDIR(shown.st_mode):
-            return shown if at == path else None
+            return shown if prefix == path else None
     return shown
 
 
@@ -236,15 +236,15 @@ def _strip(directory: int, dropped: Counter[str]) -> None:
     for name, kind in entries_in(directory):
         if kind == stat.S_IFDIR:
             with opened(open_child(directory, name)) as child:
-                found = os.fstat(child)
-                if found.st_mode & _SET_ID:
-                    os.fchmod(child, stat.S_IMODE(found.st_mode) & ~_SET_ID)
+                st = os.fstat(child)
+                if st.st_mode & _SET_ID:
+                    os.fchmod(child, stat.S_IMODE(st.st_mode) & ~_SET_ID)
                 _strip(child, dropped)
         elif kind == stat.S_IFREG:
-            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            if found.st_mode & _SET_ID:
+            st = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if st.st_mode & _SET_ID:
                 dropped["set-id bits"] += 1
-                os.chmod(name, stat.S_IMODE(found.st_mode) & ~_SET_ID, dir_fd=directory)
+                os.chmod(name, stat.S_IMODE(st.st_mode) & ~_SET_ID, dir_fd=directory)
             # os.listxattr takes no dir_fd
             path = f"/proc/self/fd/{directory}/{os.fsdecode(name)}"
             for attribute in os.listxattr(path, follow_symlinks=False):
@@ -257,30 +257,30 @@ def _strip(directory: int, dropped: Counter[str]) -> None:
 def _remove(top: int, path: str) -> None:
     """Hide a path of lower layers, unless this layer has it too."""
     *above, name = map(os.fsencode, path.split("/"))
-    at = os.dup(top)
+    parent = os.dup(top)
     try:
-        for each in above:
+        for part in above:
             with suppress(FileExistsError):
-                os.mkdir(each, 0o755, dir_fd=at)
-            inner = open_child(at, each)
-            os.close(at)
-            at = inner
+                os.mkdir(part, 0o755, dir_fd=parent)
+            inner = open_child(parent, part)
+            os.close(parent)
+            parent = inner
         with suppress(FileExistsError):
-            make_whiteout(at, name)
+            make_whiteout(parent, name)
     except NotADirectoryError:  # a file or link of this layer hides it already
         pass
     finally:
-        os.close(at)
+        os.close(parent)
 
 
-def _hidden(root: Path, at: str, below: Sequence[Path]) -> Iterator[str]:
+def _hidden(root: Path, directory: str, below: Sequence[Path]) -> Iterator[str]:
     """Yield what lower layers have below a directory, and this layer has not.
 
     overlayfs has a mark for such directories, which only root may set; whiteouts do the same.
     """
-    names = {name for each in below for name in _names(each, at)}
+    names = {name for layer in below for name in _names(layer, directory)}
     for name in sorted(names):
-        path = f"{at}/{name}".lstrip("/")
+        path = f"{directory}/{name}".lstrip("/")
         try:
             mode = os.lstat(root / path).st_mode
         except OSError:
@@ -299,16 +299,16 @@ def _names(root: Path, path: str) -> list[str]:
 
 def _opened(root: Path, path: str) -> Any:
     """Open a directory of a layer without following links."""
-    at = open_directory(root)
+    directory = open_directory(root)
     for name in filter(None, path.split("/")):
         try:
-            inner = open_child(at, os.fsencode(name))
+            inner = open_child(directory, os.fsencode(name))
         except OSError as error:
             raise FileNotFoundError(path) from error
         finally:
-            os.close(at)
-        at = inner
-    return opened(at)
+            os.close(directory)
+        directory = inner
+    return opened(directory)
 
 
 # -- users ----------------------------------------------------------------------------------------
@@ -319,8 +319,8 @@ def find_user(layers: Sequence[Path], given: str) -> User:
     name, _, group = given.partition(":")
     name = name or "0"
     users = [line.split(":") for line in _lines(layers, "passwd")]
-    users = [each for each in users if len(each) == 7 and (each[2] + each[3]).isdecimal()]
-    entry = next((each for each in users if name in (each[0], each[2])), None)
+    users = [row for row in users if len(row) == 7 and (row[2] + row[3]).isdecimal()]
+    entry = next((row for row in users if name in (row[0], row[2])), None)
     if entry is None and not name.isdecimal():
         raise InvalidImageError(f"cannot use the image: it has no user {shown(name)}")
     uid = int(entry[2]) if entry else int(name)
@@ -328,7 +328,7 @@ def find_user(layers: Sequence[Path], given: str) -> User:
     gid = int(entry[3]) if entry else 0
     if group:
         groups = [line.split(":") for line in _lines(layers, "group")]
-        numbers = [each[2] for each in groups if len(each) > 2 and group in (each[0], each[2])]
+        numbers = [row[2] for row in groups if len(row) > 2 and group in (row[0], row[2])]
         gid = int(next(iter(numbers), group if group.isdecimal() else gid))
     home = entry[5] if entry and entry[5].startswith("/") else "/root" if uid == 0 else "/"
     return User(entry[0] if entry else "root" if uid == 0 else str(uid), uid, gid, home)

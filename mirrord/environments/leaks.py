@@ -75,29 +75,29 @@ class Leaks:
                 work = partial(self._scan_later, environment, mirror, commit)
                 self._deferred.begin(("scan", (environment.digest, mirror.key, commit)), work)
             return None
-        facts = self._find(environment.digest, mirror, commit)
-        if not self._is_new(facts, mirror):
-            facts = await self._scanned(environment, mirror, commit)
-        assert facts is not None
-        if facts["count"] and policy == "refuse":
+        result = self._find(environment.digest, mirror, commit)
+        if not self._is_new(result, mirror):
+            result = await self._scanned(environment, mirror, commit)
+        assert result is not None
+        if result["count"] and policy == "refuse":
             raise errors.EnvironmentLeaksError(
-                f"cannot show environment {environment} at {commit}: {facts['count']:,} of its"
+                f"cannot show environment {environment} at {commit}: {result['count']:,} of its"
                 " files have, or may have, what came after that commit",
                 hint="`mirrord environment show` lists them; [environments] leaks decides",
             )
-        return str(facts["cover"]) if facts["cover"] else None
+        return str(result["cover"]) if result["cover"] else None
 
     def list(self, digest: str) -> list[protocol.EnvironmentScan]:
         """Return the scans of an environment."""
         scans = []
         for path in sorted(self._directory(digest).glob("*@*.json")):
             mirror, _, commit = path.stem.rpartition("@")
-            if facts := self._read(path):
+            if result := self._read(path):
                 scans.append(
                     protocol.EnvironmentScan(
-                        mirror=mirror, commit=commit, count=facts["count"],
-                        at=datetime.fromtimestamp(facts["at"], UTC), notes=facts["notes"],
-                        findings=facts["findings"],
+                        mirror=mirror, commit=commit, count=result["count"],
+                        at=datetime.fromtimestamp(result["at"], UTC), notes=result["notes"],
+                        findings=result["findings"],
                     )
                 )  # fmt: skip
         return scans
@@ -118,9 +118,9 @@ class Leaks:
             return dict(loads(read_plain(path)))
         return None
 
-    def _is_new(self, facts: dict[str, Any] | None, mirror: MirrorName) -> bool:
+    def _is_new(self, result: dict[str, Any] | None, mirror: MirrorName) -> bool:
         """Return whether the mirror has got no pack since a scan."""
-        return facts is not None and facts["mark"] == self._mark(mirror)
+        return result is not None and result["mark"] == self._mark(mirror)
 
     def _mark(self, mirror: MirrorName) -> int:
         # every fetch lands as a pack (fetch.unpackLimit=1), which changes the directory
@@ -157,22 +157,22 @@ class Leaks:
         mark, git_dir = self._mark(mirror), self.mirrors.path(mirror)
         path = self._directory(digest) / f"{mirror.key}@{commit}.json"
         before = await anyio.to_thread.run_sync(self._read, path)
-        known = before["inside"] if before else None
-        inside = None if known is None else base64.b64decode(known)
+        encoded = before["inside"] if before else None
+        inside = None if encoded is None else base64.b64decode(encoded)
         scan = await workers.run(scan_layers, layers, git_dir, commit, inside, timeout=_TIMEOUT)
         paths = [layer.path for layer in layers]
         cover = await workers.run(
             _make_cover, self.store.root / digest, as_paths(scan.leaks), paths, timeout=_TIMEOUT
         )
-        facts = _facts_of(scan, mark, cover)
-        await anyio.to_thread.run_sync(_write, path, facts)
-        self._cache[path] = _short(facts)
+        result = _facts_of(scan, mark, cover)
+        await anyio.to_thread.run_sync(_write, path, result)
+        self._cache[path] = _short(result)
         if scan.leaks:
             named = {"key": environment.key, "digest": digest, "count": len(scan.leaks)}
             self.mirrors.events.publish(
                 "environment.leaks", **named, mirror=str(mirror), commit=commit
             )
-        return facts
+        return result
 
     def _layers(self, digest: str) -> Iterator[ScannedLayer]:
         for path in self.store.lowers(digest):
@@ -187,9 +187,9 @@ class Leaks:
             await self._listings.join(str(layer.listed), run)
 
 
-def _short(facts: dict[str, Any]) -> dict[str, Any]:
+def _short(result: dict[str, Any]) -> dict[str, Any]:
     """Return what decides about a checkout, to be kept in memory."""
-    return {name: facts[name] for name in ("mark", "count", "cover")}
+    return {name: result[name] for name in ("mark", "count", "cover")}
 
 
 def _facts_of(scan: LayerScan, mark: int, cover: str | None) -> dict[str, Any]:
@@ -200,11 +200,11 @@ def _facts_of(scan: LayerScan, mark: int, cover: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write(path: Path, facts: dict[str, Any]) -> None:
+def _write(path: Path, result: dict[str, Any]) -> None:
     with full_disk_named("the scan of an environment"):
         path.parent.mkdir(mode=0o700, exist_ok=True)
         new = path.with_suffix(".new")
-        new.write_text(json.dumps(facts))
+        new.write_text(json.dumps(result))
         new.rename(path)
 
 

@@ -26,8 +26,8 @@ class Preparations:
             return dict(json.loads(read_plain(self.store.root / digest / _FILE)))
         return {}
 
-    def write(self, digest: str, key: str, facts: dict[str, Any]) -> None:
-        written = json.dumps({**self.read(digest), key: facts})
+    def write(self, digest: str, key: str, preparation: dict[str, Any]) -> None:
+        written = json.dumps({**self.read(digest), key: preparation})
         path = self.store.root / digest / _FILE
         new = path.with_suffix(".new")  # a kill leaves the whole old record, not half of one
         new.write_text(written)
@@ -35,14 +35,16 @@ class Preparations:
 
     def list(self, digest: str) -> list[Preparation]:
         """Return the commits with a prepared layer, and those whose preparation failed."""
-        known, name = self.read(digest), layer_name(digest)
-        ready = [each for each in self.layers.all() if each.saved.name == name]
+        recorded, name = self.read(digest), layer_name(digest)
+        ready = [layer for layer in self.layers.all() if layer.saved.name == name]
         preparations = []
-        for key in dict.fromkeys([*(f"{each.mirror}@{each.commit}" for each in ready), *known]):
-            facts = known.get(key, {})
-            if any(f"{each.mirror}@{each.commit}" == key for each in ready):
-                facts = {"layer": name, "findings": facts.get("findings", [])}
+        for key in dict.fromkeys(
+            [*(f"{layer.mirror}@{layer.commit}" for layer in ready), *recorded]
+        ):
+            entry = recorded.get(key, {})
+            if any(f"{layer.mirror}@{layer.commit}" == key for layer in ready):
+                entry = {"layer": name, "findings": entry.get("findings", [])}
             mirror, _, commit = key.partition("@")
-            named = {each: facts[each] for each in ("layer", "error", "findings") if each in facts}
+            named = {part: entry[part] for part in ("layer", "error", "findings") if part in entry}
             preparations.append(Preparation(mirror=mirror, commit=commit, **named))
         return preparations

@@ -74,10 +74,10 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         "distributions": dict(_distributions(places)),
         "conftests": [_place(path) for path in conftests],
         "plugins": [
-            found
+            module
             for name in _unique(plugins)
             for place in places
-            for found in _chain(place, name.split("."))
+            for module in _chain(place, name.split("."))
         ],
     }
 
@@ -134,7 +134,7 @@ def _config(sites: list[str], options: Options, tests: list[str]) -> dict[str, A
     config: dict[str, Any] = {
         "pytest": None, "file": None, "root": None, "values": {}, "error": None,
     }  # fmt: skip
-    sys.path[:] = [*[each for each in sys.path if not _is_within(each)], *sites]
+    sys.path[:] = [*[directory for directory in sys.path if not _is_within(directory)], *sites]
     if not any(_chain(site, ["_pytest"]) for site in sites):
         return config  # none, or it is the project in the tree, which is not imported
     try:
@@ -162,7 +162,7 @@ def _plain(value: Any) -> Any:
     # pytest 9 has a ConfigValue in place of each value
     value = getattr(value, "value", value)
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, str) else repr(value)
 
 
@@ -178,7 +178,7 @@ def _conftests(tests: list[str], config: dict[str, Any]) -> Iterator[str]:
     """Iterate over the conftests above the tests, and those that pytest reads at its start."""
     value = config["values"].get("testpaths", [])
     starts = [
-        os.path.join(_TREE, each) for each in (_words(value) if isinstance(value, str) else value)
+        os.path.join(_TREE, path) for path in (_words(value) if isinstance(value, str) else value)
     ]
     directories = {_TREE}
     for path in [*tests, *(os.path.join(start, "x") for start in starts)]:
@@ -239,7 +239,7 @@ def _found(places: list[str], names: Any, installed: dict[str, bool]) -> dict[st
     """Return the file of each name in each directory. One without `__init__` takes a name only from
     an installed one without.
     """
-    found = {}
+    modules = {}
     for place in places:
         stems = {name.partition(".")[0] for name in _names_in(place)}
         for name in sorted(stems.intersection(names)):
@@ -247,10 +247,10 @@ def _found(places: list[str], names: Any, installed: dict[str, bool]) -> dict[st
             if spec is None:
                 continue
             if spec.loader is not None and spec.origin:
-                found[_key(place, name)] = _place(spec.origin)
+                modules[_key(place, name)] = _place(spec.origin)
             elif installed.get(name):
-                found[_key(place, name)] = _place(os.path.join(place, name))
-    return found
+                modules[_key(place, name)] = _place(os.path.join(place, name))
+    return modules
 
 
 def _loaded(test: str) -> tuple[str, list[ModulePlace]]:
@@ -289,7 +289,7 @@ def _installed(sites: list[str]) -> tuple[list[str], dict[str, bool]]:
                 is_bare = os.path.isdir(path) and not _chain(site, [stem])
                 names[stem] = is_bare and names.get(stem, True)
     names.pop("__pycache__", None)
-    return [each for each in linked if _is_within(each)], names
+    return [directory for directory in linked if _is_within(directory)], names
 
 
 def _directories_in(path: str) -> Iterator[str]:

@@ -117,9 +117,9 @@ class _Output:
         """Return the answer; None if there is none that can be read."""
         _, marker, text = "".join(self._pieces).rpartition(f"\n{MARKER}")
         try:
-            facts: dict[str, Any] = json.loads(text) if marker else {}
-            tests = {path: (loaded[0], loaded[1]) for path, loaded in facts.pop("tests").items()}
-            return ProbeAnswer(**facts, tests=tests)
+            fields: dict[str, Any] = json.loads(text) if marker else {}
+            tests = {path: (loaded[0], loaded[1]) for path, loaded in fields.pop("tests").items()}
+            return ProbeAnswer(**fields, tests=tests)
         except (ValueError, TypeError, KeyError, IndexError):
             return None
 

@@ -57,10 +57,10 @@ def _names_instance(image: str, instance: str) -> bool:
 
 def slug(text: str) -> str:
     """Return a text as a key; one that is too long is cut and gets a hash."""
-    found = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")
-    if len(found) > 120 or not found:
-        found = f"{found[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}".lstrip("-")
-    return found
+    key = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")
+    if len(key) > 120 or not key:
+        key = f"{key[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}".lstrip("-")
+    return key
 
 
 def checked(recipe: Recipe) -> Recipe:
@@ -94,7 +94,7 @@ def _iter_faults(recipe: Recipe) -> Iterator[str]:
     yield from _faults_of_commands("test_command", [recipe.test_command or "true"])
     for line in recipe.requirements:
         is_file = line.startswith(FILE)
-        if is_file and not all(is_inside(each) for each in alternatives(line)):
+        if is_file and not all(is_inside(path) for path in alternatives(line)):
             yield f"requirements: {shown(line)} leads out of the tree"
         elif not is_file and not _REQUIREMENT.fullmatch(line):
             yield f"requirements: {shown(line)} is neither a package nor -r FILE"
@@ -112,7 +112,7 @@ def _iter_faults(recipe: Recipe) -> Iterator[str]:
     if find_parser(recipe.log_parser) is None:
         yield f"log_parser {shown(recipe.log_parser)} is unknown"
     lists = (recipe.requirements, recipe.packages, recipe.host_packages, recipe.variables)
-    if any(len(each) > _LINES for each in lists):
+    if any(len(lines) > _LINES for lines in lists):
         yield f"it has more than {_LINES} lines"
 
 
@@ -136,7 +136,7 @@ def is_inside(path: str) -> bool:
 
 
 def alternatives(line: str) -> list[str]:
-    return [each.strip() for each in line.removeprefix(FILE).split("|")]
+    return [part.strip() for part in line.removeprefix(FILE).split("|")]
 
 
 def recipes_of_toml(text: str, source: str) -> list[Recipe]:
@@ -145,12 +145,12 @@ def recipes_of_toml(text: str, source: str) -> list[Recipe]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _refusal(source, f"not TOML: {error}") from None
-    found = tables.pop("environment", None)
-    if tables or not isinstance(found, list) or not found:
+    entries = tables.pop("environment", None)
+    if tables or not isinstance(entries, list) or not entries:
         fact = f"{shown(next(iter(tables)))} is not" if tables else "it has none"
         raise _refusal(source, f"only [[environment]] tables are allowed; {fact}")
     recipes = []
-    for number, table in enumerate(found, 1):
+    for number, table in enumerate(entries, 1):
         if "index_date" in table:
             table["index_date"] = str(table["index_date"])
         if unknown := sorted(table.keys() - Recipe.__annotations__.keys()):
@@ -159,7 +159,7 @@ def recipes_of_toml(text: str, source: str) -> list[Recipe]:
             recipes.append(checked(Recipe.from_json(table)))
         except MalformedError as error:
             raise _refusal(source, f"environment {number}: {error}") from error
-    keys = [each.key for each in recipes]
+    keys = [recipe.key for recipe in recipes]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise _refusal(source, f"key {twice[0]} is used twice")
     return recipes

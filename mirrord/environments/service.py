@@ -117,8 +117,8 @@ class Environments:
         refused = []
         for name in request.names:
             row = await self.datasets.find_instance(name, request.dataset)
-            found = self._plan_of(row, request.frozen) if row else self._plan_of_key(name)
-            _merge(plans, await found)
+            planned = self._plan_of(row, request.frozen) if row else self._plan_of_key(name)
+            _merge(plans, await planned)
         if not request.names and request.dataset:
             for identity in await self.datasets.list_instance_ids(request.dataset):
                 row = await self.datasets.find_instance(identity, request.dataset)
@@ -145,15 +145,15 @@ class Environments:
         if (recipe := await self._find_imported(name)) is not None:
             return await self._plan(recipe, None, None, ())
         for record in self.store.iter_records(name):
-            facts = record.facts
-            mirror = MirrorName.parse(facts["mirror"]) if facts["mirror"] else None
-            if facts["recipe"] is None:
+            content = record.facts
+            mirror = MirrorName.parse(content["mirror"]) if content["mirror"] else None
+            if content["recipe"] is None:
                 raise errors.InvalidRequestError(
                     f"cannot build environment {shown(name)}: it is an image",
                     hint="import it again: `mirrord environment import`",
                 )
-            recipe = Recipe.from_json(facts["recipe"])
-            return Plan(recipe, record.digest, mirror, facts["commit"], ())
+            recipe = Recipe.from_json(content["recipe"])
+            return Plan(recipe, record.digest, mirror, content["commit"], ())
         raise errors.NotFoundError(
             not_found(name).message,
             hint="name an instance, or import a recipe: `mirrord environment import FILE`",
@@ -242,14 +242,14 @@ class Environments:
 
     def list(self) -> builtins.list[protocol.Environment]:
         """Return all environments, ready, failed or being built, by key."""
-        known = [self._describe(record) for record in self.store.list()]
-        return sorted([*self.builds.running(), *known], key=lambda each: (each.key, each.digest))
+        stored = [self._describe(record) for record in self.store.list()]
+        return sorted([*self.builds.running(), *stored], key=lambda env: (env.key, env.digest))
 
     def get(self, name: str) -> protocol.Environment:
         """Return the environment of a name, with its recipe; a ready one before a failed one."""
-        for each in self.builds.running():
-            if name in (each.key, each.name):
-                return each
+        for running in self.builds.running():
+            if name in (running.key, running.name):
+                return running
         record = self._record(name)
         written = record.facts["recipe"]
         recipe = Recipe.from_json(written) if written is not None else None
@@ -265,7 +265,9 @@ class Environments:
             return image.name
         key, base = key_of(row), (row.mirror.key, row.base_commit)
         layers = self.builds.checkouts.prepared.all()
-        prepared = {each.saved.name for each in layers if (each.mirror.key, each.commit) == base}
+        prepared = {
+            layer.saved.name for layer in layers if (layer.mirror.key, layer.commit) == base
+        }
         for record in sorted(self.store.iter_records(key), key=lambda record: -record.at):
             if record.is_ready and layer_name(record.digest) in prepared:
                 return record.name
@@ -274,7 +276,7 @@ class Environments:
     def find_log(self, name: str) -> tuple[Path, Callable[[], bool]]:
         """Return the log of a build, and a function that tells whether the build still runs."""
         running = self.builds.running()
-        digest = next((each.digest for each in running if name in (each.key, each.name)), None)
+        digest = next((build.digest for build in running if name in (build.key, build.name)), None)
         if digest is None or (path := self.builds.find_log(digest)) is None:
             return self.store.root / self._record(name).digest / "log", lambda: False
         return path, lambda: self.builds.find_log(digest) is not None
@@ -308,12 +310,12 @@ class Environments:
         return records[-1]
 
     def _describe(self, record: EnvironmentRecord) -> protocol.Environment:
-        facts = record.facts
+        content = record.facts
         return protocol.Environment(
-            **{name: facts[name] for name in _FIELDS if name in facts},
+            **{name: content[name] for name in _FIELDS if name in content},
             name=record.name,
-            python=facts["recipe"]["python"] if facts["recipe"] else None,
-            image=protocol.Image.from_json(facts["image"]) if "image" in facts else None,
+            python=content["recipe"]["python"] if content["recipe"] else None,
+            image=protocol.Image.from_json(content["image"]) if "image" in content else None,
             built_at=datetime.fromtimestamp(record.at, UTC),
             used_at=datetime.fromtimestamp(self.store.used_at(record.digest), UTC),
             holders=self.store.held[record.digest],
@@ -328,8 +330,8 @@ _FIELDS = (
 
 def _merge(plans: dict[str, Plan], plan: Plan) -> None:
     """Add a plan, or its bases to the plan of the same environment."""
-    if known := plans.get(plan.digest):
-        plan = known._replace(bases=tuple(dict.fromkeys([*known.bases, *plan.bases])))
+    if planned := plans.get(plan.digest):
+        plan = planned._replace(bases=tuple(dict.fromkeys([*planned.bases, *plan.bases])))
     plans[plan.digest] = plan
 
 

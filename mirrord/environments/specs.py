@@ -138,10 +138,10 @@ def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:
     requirements, packages = _packages_of(spec)
     commands, variables = _variables_of(spec)
     host: dict[str, None] = {}
-    pre_install = [left for each in _list(spec, "pre_install") if (left := _take_apt(each, host))]
-    if any(_ASSIGNMENT.match(each) for each in pre_install):  # it applies to the commands after it
+    pre_install = [left for line in _list(spec, "pre_install") if (left := _take_apt(line, host))]
+    if any(_ASSIGNMENT.match(line) for line in pre_install):  # it applies to the commands after it
         pre_install = ["\n".join(["set -e", *pre_install])]
-    install = [left for each in _list(spec, "install") if (left := _take_apt(each, host))]
+    install = [left for line in _list(spec, "install") if (left := _take_apt(line, host))]
     test = " && ".join(_list(spec, "test_cmd"))
     return checked(
         Recipe(
@@ -204,7 +204,7 @@ def _list(spec: Mapping[str, Any], name: str) -> list[str]:
     value = spec.get(name)
     if value is None or value == "":
         return []
-    return [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
+    return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 @functools.cache
@@ -236,6 +236,6 @@ def _read_specs(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
             "env_yml_path": "|".join(conda_files.get(repo, ())),
         }
         mapping[repo.lower()] = {
-            str(version): {**paths, **each} for version, each in versions.items()
+            str(version): {**paths, **values} for version, values in versions.items()
         }
     return mapping

@@ -67,7 +67,7 @@ def write_tree_layer(order: Order) -> Written:
 
     Raises DiskFullError, and what the scan of `verify-seal --root` raises.
     """
-    stack = [at for layer in order.stack if (at := _directory_in(layer, order.tree))]
+    stack = [directory for layer in order.stack if (directory := _directory_in(layer, order.tree))]
     try:
         with full_disk_named("a layer of an image's tree"):
             base = _list_tree(order.mirror, order.commit)
@@ -88,12 +88,12 @@ def write_tree_layer(order: Order) -> Written:
 
 def _directory_in(layer: Path, path: str) -> Path | None:
     """Return a directory of a layer; None if a link or nothing is there."""
-    at = layer
+    directory = layer
     for name in filter(None, path.split("/")):
-        at = at / name
-        if not _is_directory(at):
+        directory = directory / name
+        if not _is_directory(directory):
             return None
-    return at
+    return directory
 
 
 def _is_directory(path: Path) -> bool:
@@ -108,8 +108,8 @@ def merged(stack: Sequence[Path]) -> dict[str, list[Path]]:
     """
     names: dict[str, list[Path]] = {}
     closed = set[str]()
-    for at in stack:
-        with os.scandir(at) as entries:
+    for layer in stack:
+        with os.scandir(layer) as entries:
             for entry in entries:
                 if entry.name in closed:
                     continue
@@ -199,7 +199,7 @@ class _Writer:
         self._checkout, self._layer, self._order = order.checkout, order.layer, order
         kept = set(base) if other is None else {path for path, _ in base.items() ^ other.items()}
         self._kept = kept
-        self._above_kept = {path[:at] for path in kept for at in _slashes(path)}
+        self._above_kept = {path[:end] for path in kept for end in _slashes(path)}
         self.changed = self.kept_back = 0
 
     def compare(self, above: str, stack: Sequence[Path]) -> None:
@@ -282,7 +282,7 @@ class _Writer:
 
 
 def _slashes(path: str) -> Iterator[int]:
-    return (at for at, letter in enumerate(path) if letter == "/")
+    return (index for index, letter in enumerate(path) if letter == "/")
 
 
 def _is_same(one: Path, other: Path) -> bool:

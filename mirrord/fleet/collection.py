@@ -33,7 +33,7 @@ def clock_of(store: ObjectStore) -> datetime:
     key = f"checks/{secrets.token_hex(16)}"
     store.put(key, b"")
     # stores tell their time only by that of an object; this node's may be minutes off
-    written = [each.written_at for each in store.iterate("checks/") if each.key == key]
+    written = [entry.written_at for entry in store.iterate("checks/") if entry.key == key]
     store.delete([key])
     if not written:
         raise StoreUnavailableError(f"cannot tell the time of store {store.shown}")
@@ -52,8 +52,8 @@ def collect(
     `newest` is the catalog's newest generation, `kept` are keys of closure packs. Raises
     StoreDamagedError where a manifest that stays cannot be read, and drops nothing then.
     """
-    found = {each.key: each for each in store.iterate(prefix_of(name))}
-    old = {key for key, each in found.items() if now - each.written_at > _GRACE}
+    entries = {entry.key: entry for entry in store.iterate(prefix_of(name))}
+    old = {key for key, entry in entries.items() if now - entry.written_at > _GRACE}
     published = list_published(store, name)
     stays = [it for it in published if manifest_key(name, it) not in old]
     stays += {*published[-1:], *([newest] if newest else [])} - {*stays}
@@ -64,7 +64,7 @@ def collect(
                      index_key(name, pack): pack.index.size_bytes}  # fmt: skip
             needed |= sizes.keys()
             if generation == newest:
-                stored = {key: found[key].size_bytes for key in sizes.keys() & found.keys()}
+                stored = {key: entries[key].size_bytes for key in sizes.keys() & entries.keys()}
                 lost += [key for key, size in sizes.items() if stored.get(key) != size]
     dropped = old - needed
     packs = {key for key in dropped if "/packs/" in key}
@@ -72,4 +72,4 @@ def collect(
     # outlived its packs would look like a generation that can be restored.
     store.delete(dropped - packs)
     store.delete(packs)
-    return Collected(len(dropped), sum(found[key].size_bytes for key in dropped), lost)
+    return Collected(len(dropped), sum(entries[key].size_bytes for key in dropped), lost)

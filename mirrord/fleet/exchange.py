@@ -98,12 +98,12 @@ class Exchange:
                 return None
             number = previous.number + 1 if previous else 1
             packs = [*old.packs] if old else []
-            known = set(old.refs.values()) if old else set[str]()
+            old_tips = set(old.refs.values()) if old else set[str]()
             if old and _has_long_tail(packs):
                 # apart from what is new: a follower that has the generation before skips this pack
-                packs = await self._upload(repository, directory, known, (), old.number)
-            fresh = set(refs.values()) - known
-            packs += await self._upload(repository, directory, fresh, known, number)
+                packs = await self._upload(repository, directory, old_tips, (), old.number)
+            fresh = set(refs.values()) - old_tips
+            packs += await self._upload(repository, directory, fresh, old_tips, number)
         manifest = GenerationManifest(str(name), url, epoch, number, head, refs, tuple(packs))
         generation = await to_thread.run_sync(put_manifest, self.store, name, manifest)
         if not await accept(generation):
@@ -118,14 +118,14 @@ class Exchange:
         repository: Repository,
         directory: Path,
         tips: Collection[str],
-        known: Collection[str],
+        excluded: Collection[str],
         upto: int,
     ) -> list[PublishedPack]:
-        """Upload what `tips` reach and `known` do not, as one pack or none."""
+        """Upload what `tips` reach and `excluded` do not, as one pack or none."""
         if not tips:
             return []
-        revisions = [*sorted(tips), *(f"^{oid}" for oid in sorted(known))]
-        replace = not known and upto > 1  # an object of that name in the store may be damaged
+        revisions = [*sorted(tips), *(f"^{oid}" for oid in sorted(excluded))]
+        replace = not excluded and upto > 1  # an object of that name in the store may be damaged
         with low_priority():
             made = await repository.run(
                 # git 2.41 writes a .rev file beside each pack, which is not published

@@ -153,7 +153,7 @@ def manifest_key(name: MirrorName, generation: Generation) -> str:
 def list_published(store: ObjectStore, name: MirrorName) -> list[Generation]:
     """List every manifest in the store, the oldest first; also those that no catalog took."""
     prefix = prefix_of(name)
-    keys = (each.key.removeprefix(prefix) for each in store.iterate(f"{prefix}generations/"))
+    keys = (entry.key.removeprefix(prefix) for entry in store.iterate(f"{prefix}generations/"))
     matches = filter(None, map(_KEY.fullmatch, keys))
     return sorted(Generation(int(it[1]), int(it[2]), it[3]) for it in matches)
 

@@ -174,7 +174,7 @@ class ObjectStore:
         """List the directories right below `prefix`, which ends with a slash."""
         with self._translated(f"list {prefix}"):
             listed = obstore.list_with_delimiter(self._store, prefix.rstrip("/"))
-            return sorted(each.rpartition("/")[2] for each in listed["common_prefixes"])
+            return sorted(path.rpartition("/")[2] for path in listed["common_prefixes"])
 
     def delete(self, keys: Collection[str]) -> None:
         """Delete objects, in any order; one that is already gone is no error."""

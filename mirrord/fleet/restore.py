@@ -75,12 +75,12 @@ class Restoration:
             except errors.StoppingError:
                 raise
             except (errors.MirrordError, OSError) as error:
-                known = host_error(error, "restore") if isinstance(error, OSError) else error
-                if known is None or (is_away and isinstance(known, errors.StoreUnavailableError)):
+                cause = host_error(error, "restore") if isinstance(error, OSError) else error
+                if cause is None or (is_away and isinstance(cause, errors.StoreUnavailableError)):
                     raise
-                is_away = isinstance(known, errors.StoreUnavailableError)
-                log.warning("mirror.not_restored", mirror=key, detail=known.message)
-                yield NotRestored(mirror=key, error=Problem.from_json(known.problem()))
+                is_away = isinstance(cause, errors.StoreUnavailableError)
+                log.warning("mirror.not_restored", mirror=key, detail=cause.message)
+                yield NotRestored(mirror=key, error=Problem.from_json(cause.problem()))
             else:
                 is_away = False
                 if damage:
@@ -233,8 +233,8 @@ class StoreDonor:
             part.unlink(missing_ok=True)
 
 
-def find_donor(url: str, name: MirrorName, known: Generation | None) -> StoreDonor | None:
+def find_donor(url: str, name: MirrorName, generation: Generation | None) -> StoreDonor | None:
     """Open the generation that the catalog knows, or else the newest one in the store."""
     store = ObjectStore(url)
-    published = [known] if known else list_published(store, name)
+    published = [generation] if generation else list_published(store, name)
     return StoreDonor(store, name, published[-1]) if published else None

@@ -130,9 +130,9 @@ class Rounds:
 
     async def _list_on_disk(self) -> set[str]:
         """List the keys of the mirrors on this disk."""
-        known = {str(name): name.key for name in self.mirrors.names()}
+        keys = {str(name): name.key for name in self.mirrors.names()}
         paths = await to_thread.run_sync(os.listdir, self.mirrors.root)
-        return {known[path] for path in paths if path in known}
+        return {keys[path] for path in paths if path in keys}
 
     async def _mend_store(self) -> None:
         """Clear the fault of the store once it takes what it refused, which may be large."""
@@ -197,14 +197,14 @@ class Rounds:
         One daemon does it for each mirror: one that has it on disk, or later any.
         """
         restoration = Restoration(self.fleet.exchange, self.fleet.bundles)
-        for key, known in sorted(self.fleet.lost.items()):
+        for key, generation in sorted(self.fleet.lost.items()):
             if not self.fleet.is_on_disk(key) and self._polls < self._adopt_any_at:
                 continue
             try:
                 async with self.fleet.exclusive(f"adopt/{key}"):
                     now = (await self.catalog.list_generations([key])).get(key)
-                    if is_before(now, known):
-                        restored = await restoration.restore(key, known, 0)
+                    if is_before(now, generation):
+                        restored = await restoration.restore(key, generation, 0)
                         self.datasets.rows_changed(restored.datasets)
                         log.warning("mirror.adopted", mirror=restored.mirror)
                 del self.fleet.lost[key]

@@ -36,5 +36,5 @@ def reconverted(
 
 def tree_entries(files: Entries, paths: Iterable[bytes]) -> list[TreeEntry]:
     """Return git's entries of those paths that are in the tree."""
-    known = ((path, files.get(path)) for path in paths)
-    return [TreeEntry(path, entry.mode, entry.oid.hex()) for path, entry in known if entry]
+    pairs = ((path, files.get(path)) for path in paths)
+    return [TreeEntry(path, entry.mode, entry.oid.hex()) for path, entry in pairs if entry]

@@ -84,38 +84,38 @@ def read_store(source: Path, *, borrows: bool = False) -> DotGit:
     return store
 
 
-def _unchanged(manifest: Manifest, found: ScanResult) -> dict[bytes, Entry]:
+def _unchanged(manifest: Manifest, scanned: ScanResult) -> dict[bytes, Entry]:
     """Return the control files that a scan found unchanged; none where `.git` itself changed, or
     is the file of a worktree.
     """
-    differing = {*found.modified, *found.missing}
+    differing = {*scanned.modified, *scanned.missing}
     kept = {path: entry for path, entry in manifest.control.items() if path not in differing}
     return kept if _GIT in kept and kept[_GIT].mode == DIRECTORY else {}
 
 
-def keeps_index(before: Manifest, manifest: Manifest, found: ScanResult) -> bool:
+def keeps_index(before: Manifest, manifest: Manifest, scanned: ScanResult) -> bool:
     """Return whether the index is the one of `before`, and valid for `manifest`."""
-    return _INDEX in _unchanged(before, found) and manifest.is_same_to_git(before)
+    return _INDEX in _unchanged(before, scanned) and manifest.is_same_to_git(before)
 
 
 def write_store(
     tree: Path,
     manifest: Manifest,
-    found: ScanResult,
+    scanned: ScanResult,
     store: DotGit,
     index: bytes | None,
     trash: TrashDirectory,
 ) -> Manifest:
     """Make `.git` equal to the store; None as `index` keeps the current one.
 
-    Writes only what differs: by the scan in `found`, and from the store before.
+    Writes only what differs: by the scan in `scanned`, and from the store before.
     """
     contents = store.contents if index is None else store.contents | {_INDEX: index}
     wanted = {*store.directories, *store.contents, *store.packs, _INDEX}
-    unchanged = _unchanged(manifest, found)
+    unchanged = _unchanged(manifest, scanned)
     control = {path: entry for path, entry in unchanged.items() if path in wanted}
     if unchanged:
-        gone = [path for path in found.extra if is_control(path)]
+        gone = [path for path in scanned.extra if is_control(path)]
         gone += sorted(unchanged.keys() - wanted, reverse=True)
     else:
         gone = [_GIT]
@@ -166,8 +166,8 @@ def _opened(tree: Path, manifest: Manifest, trash: TrashDirectory) -> Iterator[T
         yield writer
 
 
-def _record(content: bytes, found: os.stat_result) -> Entry:
-    return Entry(0o100000, NO_OBJECT, content).with_stat(found)
+def _record(content: bytes, st: os.stat_result) -> Entry:
+    return Entry(0o100000, NO_OBJECT, content).with_stat(st)
 
 
 # -- worktrees of the mirror, for the linked history -----------------------------------------------

@@ -85,7 +85,7 @@ def _hidden(
         if is_free and name in names_in(above) and files.isdisjoint(parents(path)):
             hidden.add(path)
     # children before parents: a directory hidden here may be the last name of the one above
-    for above in sorted({each for path in hidden for each in parents(path)}, reverse=True):
+    for above in sorted({parent for path in hidden for parent in parents(path)}, reverse=True):
         inside = {above + b"/" + name for name in names_in(above)}
         if above not in directories and inside <= hidden:
             hidden = {*(hidden - inside), above}

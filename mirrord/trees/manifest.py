@@ -101,9 +101,9 @@ class Entry(NamedTuple):
         """What git compares of a file's stat; nothing of a directory's."""
         return () if self.is_directory else (self.st_mode, self.size, self.mtime_ns // SECOND_NS)
 
-    def with_stat(self, found: object) -> Entry:
+    def with_stat(self, st: object) -> Entry:
         """Return the entry with the stat of its file."""
-        return Entry(self.mode, self.oid, self.content, *stat_tuple(found))
+        return Entry(self.mode, self.oid, self.content, *stat_tuple(st))
 
 
 class Entries(MutableMapping[bytes, Entry]):
@@ -215,7 +215,7 @@ class Entries(MutableMapping[bytes, Entry]):
         read = zip(self._names, _STAT.iter_unpack(self._fixed), strict=True)
         if not self._changed:
             return read
-        kept = (each for each in read if each[0] not in self._changed)
+        kept = (pair for pair in read if pair[0] not in self._changed)
         changed = [(name, entry[3:]) for name, entry in self._changed.items() if entry is not None]
         return chain(kept, changed)
 
@@ -327,9 +327,9 @@ class Manifest:
         if not stats:
             return self
         files, control = self.files.copy(), dict(self.control)
-        for path, found in stats.items():
+        for path, st in stats.items():
             entries: MutableMapping[bytes, Entry] = control if path in control else files
-            entries[path] = entries[path].with_stat(found)
+            entries[path] = entries[path].with_stat(st)
         return replace(self, files=files, control=control)
 
     def settled(self, at_ns: int) -> Manifest:

@@ -95,16 +95,16 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
         before = _find_manifest(paths)
         if before and before.commit != commit:
             must_fit_from(paths.mirror, before, tree)
-        found = scan(root, before) if before else ScanResult()
+        scanned = scan(root, before) if before else ScanResult()
         try:
             with closing(TrashDirectory(paths.trash)) as trash, full_disk_named("the tree"):
                 manifest = before or _write_tree(paths, commit, tree, trash)
-                after = _converge(paths, store, commit, manifest, found, trash)
+                after = _converge(paths, store, commit, manifest, scanned, trash)
         except errors.DiskFullError:  # again, removing files at once instead of at the end
             remove_tree(paths.trash)
             trash = TrashDirectory(paths.trash, has_room=False)
             manifest = before or _write_tree(paths, commit, tree, trash)
-            after = _converge(paths, store, commit, manifest, found, trash)
+            after = _converge(paths, store, commit, manifest, scanned, trash)
         if after is not before:
             after.save(record)
         _lay(paths, after)
@@ -118,9 +118,9 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
         tree=after.tree,
         index=after.index,
         control_files=after.control_files,
-        files_checked=found.looked_at,
-        files_restored=found.count_restored(),
-        files_removed=found.count_removed(),
+        files_checked=scanned.looked_at,
+        files_restored=scanned.count_restored(),
+        files_removed=scanned.count_removed(),
         refs=store.refs if store else [],
         packs=store.pack_names if store else [],
         method=method,
@@ -133,7 +133,7 @@ def _converge(
     store: dotgit.DotGit | None,
     commit: str,
     before: Manifest,
-    found: ScanResult,
+    scanned: ScanResult,
     trash: TrashDirectory,
 ) -> Manifest:
     """Undo the changes found, move to `commit`, and examine what was touched until all agrees.
@@ -141,11 +141,12 @@ def _converge(
     Returns `before` itself if there was nothing to do or record.
     """
     tree = paths.tree
-    manifest, settled_ns = before.with_stats(found.proven), max(before.recorded_ns, found.began_ns)
+    manifest = before.with_stats(scanned.proven)
+    settled_ns = max(before.recorded_ns, scanned.began_ns)
     for turn in range(_ROUNDS):
         begun = manifest
-        if found.in_tree():
-            manifest = repair(paths.mirror, manifest, found, tree, trash)
+        if scanned.in_tree():
+            manifest = repair(paths.mirror, manifest, scanned, tree, trash)
         if manifest.commit != commit:
             old = manifest.files
             manifest = move(paths.mirror, manifest, commit, tree, trash)
@@ -153,29 +154,29 @@ def _converge(
             directories = [path for path, entry in new.items() if entry.mode == DIRECTORY]
             prove_directories(
                 manifest,
-                [each for each in directories if each not in old or old[each].oid != new[each].oid],
+                [path for path in directories if path not in old or old[path].oid != new[path].oid],
             )
         if store is None:
             index = dotgit.index_bytes(manifest)
             manifest = dotgit.link_worktree(paths.directory, paths.mirror, manifest, index, trash)
-        elif dotgit.keeps_index(begun, manifest, found):
-            manifest = dotgit.write_store(tree, manifest, found, store, None, trash)
+        elif dotgit.keeps_index(begun, manifest, scanned):
+            manifest = dotgit.write_store(tree, manifest, scanned, store, None, trash)
         else:
             index = dotgit.index_bytes(manifest)
-            manifest = dotgit.write_store(tree, manifest, found, store, index, trash)
+            manifest = dotgit.write_store(tree, manifest, scanned, store, index, trash)
         control = [
             path for path, entry in manifest.control.items() if begun.control.get(path) is not entry
         ]
         touched = manifest.files.recorded_since(begun.files) + control
         left = examine(tree, manifest, touched)
-        if turn == 0 and found.youngest_ns < found.began_ns - before.slack_ns:
+        if turn == 0 and scanned.youngest_ns < scanned.began_ns - before.slack_ns:
             settled_ns = left.began_ns  # a change since the scan would show in its times
         if left.is_empty:
-            if manifest is before and not found.unsettled:
+            if manifest is before and not scanned.unsettled:
                 return manifest
             return manifest.settled(settled_ns)
-        found, manifest = left, manifest.with_stats(left.proven)
-    dirty = [*found.modified, *found.missing, *found.extra][:10]
+        scanned, manifest = left, manifest.with_stats(left.proven)
+    dirty = [*scanned.modified, *scanned.missing, *scanned.extra][:10]
     raise errors.ProofFailedError(
         f"cannot prove the checkout clean: a process still writes to it after {_ROUNDS} rounds",
         hint="the checkout was removed; ask for another, and end its processes before a reset",
@@ -241,12 +242,12 @@ def has_top(tree: Path, owner: tuple[int, int]) -> bool:
     """Return whether the tree's top is a real directory of its owner."""
     try:
         with opened(open_top(tree)) as top:
-            found = os.fstat(top)
+            st = os.fstat(top)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise  # unreadable is not replaced
         return False
-    return (found.st_uid, found.st_gid) == owner
+    return (st.st_uid, st.st_gid) == owner
 
 
 def _find_manifest(paths: PoolPaths) -> Manifest | None:

@@ -87,23 +87,23 @@ def _restore(prefix: Prefix, trash: TrashDirectory) -> bool:
         return False
     if (manifest.tree, manifest.owner) != (prefix.made_of, prefix.owner):
         return False
-    found = scan(prefix.path, manifest)
-    if found.is_empty:
+    scanned = scan(prefix.path, manifest)
+    if scanned.is_empty:
         return True
-    lost = {*found.modified, *found.missing}
+    lost = {*scanned.modified, *scanned.missing}
     acting = ActingAs(prefix.owner)
     with (
         opened(open_top(prefix.path)) as top,
         TreeWriter(top, acting, mtime_ns=time.time_ns(), trash=trash) as writer,
     ):
-        for path in found.extra:
+        for path in scanned.extra:
             writer.remove(path)
     for layer in prefix.layers:
         skips = partial(_is_not_in, lost)
         lay(layer, prefix.path, prefix.owner, trash, skips=skips, relocation=prefix.relocation)
     with opened(open_top(prefix.path)) as top, acting, TreeReader(top, acting) as reader:
         stats = {path: seen for path in lost if (seen := reader.find_stat(path)) is not None}
-    manifest = manifest.with_stats(found.proven | stats).settled(found.began_ns)
+    manifest = manifest.with_stats(scanned.proven | stats).settled(scanned.began_ns)
     left = scan(prefix.path, manifest)
     manifest.with_stats(left.proven).save(prefix.manifest)
     return left.is_empty

@@ -93,17 +93,17 @@ class TreeReader:
         st = self.find_stat(path)
         pending = [(path, stat.S_IFMT(st.st_mode))] if st else []
         while pending:
-            at, kind = pending.pop()
-            yield at, kind
-            if kind == stat.S_IFDIR and enters(at):
+            current, kind = pending.pop()
+            yield current, kind
+            if kind == stat.S_IFDIR and enters(current):
                 try:
-                    inside = self.entries_in(at)
+                    inside = self.entries_in(current)
                 except FileNotFoundError:
                     continue
                 except (PermissionError, TooLargeError) as error:
-                    refused(at, error)
+                    refused(current, error)
                 else:
-                    prefix = at + b"/" if at else b""
+                    prefix = current + b"/" if current else b""
                     pending += [(prefix + name, kind) for name, kind in reversed(inside)]
 
     def iter_stats_below(
@@ -269,12 +269,12 @@ def _weigh_group(things: Things, deadline: float) -> Weights:
     weights = [_weigh_one(paths, deadline) for paths in things]
     for _, links, _, _ in weights:
         linked.update(links.keys())
-    each, once = [], dict[Inode, int]()
+    weighed, once = [], dict[Inode, int]()
     for alone, links, is_whole, paths in weights:
         shared = sum(size for inode, size in links.items() if linked[inode] > 1)
-        each.append(Weight(alone + sum(links.values()), shared, is_whole, paths))
+        weighed.append(Weight(alone + sum(links.values()), shared, is_whole, paths))
         once |= links
-    return Weights(each, sum(alone for alone, *_ in weights) + sum(once.values()))
+    return Weights(weighed, sum(alone for alone, *_ in weights) + sum(once.values()))
 
 
 def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode, int], bool, int]:
@@ -310,5 +310,5 @@ def _iter_stats(path: Path, refused: list[bytes]) -> Iterator[os.stat_result]:
     ):
         name = os.fsencode(path.name)
         yield from (
-            seen for _, seen in reader.iter_stats_below(name, lambda at, _: refused.append(at))
+            seen for _, seen in reader.iter_stats_below(name, lambda path, _: refused.append(path))
         )

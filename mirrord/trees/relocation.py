@@ -23,7 +23,7 @@ class Relocation:
     """Paths that become others, in the files that name them. What is longer goes first."""
 
     def __init__(self, places: Mapping[str, Path | str]) -> None:
-        self._places = {os.fsencode(at): os.fsencode(to) for at, to in places.items()}
+        self._places = {os.fsencode(origin): os.fsencode(to) for origin, to in places.items()}
         names = b"|".join(map(re.escape, sorted(self._places, key=len, reverse=True)))
         # not within a longer path: `/x/testbed` and `/testbed-2` stay as they are
         self._names = re.compile(rb"(?<![\w.-])(?:%s)(?![\w.-])" % names)
@@ -34,15 +34,15 @@ class Relocation:
 
     def file(self, path: bytes, file: int) -> int:
         """Return an open file of a prefix, or instead one in memory with the new paths."""
-        found = os.fstat(file)
-        if not _NAMING.fullmatch(path) or found.st_size > _TEXT_BYTES:
+        st = os.fstat(file)
+        if not _NAMING.fullmatch(path) or st.st_size > _TEXT_BYTES:
             return file
-        data = os.pread(file, found.st_size, 0)
+        data = os.pread(file, st.st_size, 0)
         # a NUL: a program, in which a path of another length would move what follows
         if b"\0" in data or (text := self.text(data)) == data:
             return file
         made = os.memfd_create("mirrord")
-        os.fchmod(made, stat.S_IMODE(found.st_mode))
+        os.fchmod(made, stat.S_IMODE(st.st_mode))
         write_all(made, text)
         os.lseek(made, 0, os.SEEK_SET)
         os.close(file)

@@ -62,7 +62,9 @@ class ScanResult:
 
     def in_tree(self) -> list[bytes]:
         """Return all that differs outside `.git`."""
-        return [at for at in (*self.modified, *self.missing, *self.extra) if not is_control(at)]
+        return [
+            path for path in (*self.modified, *self.missing, *self.extra) if not is_control(path)
+        ]
 
     def count_restored(self) -> int:
         """Return how many paths of the tree, without its root, a reset writes again."""
@@ -301,7 +303,7 @@ def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
     files = manifest.files
     for directory, paths in files.children(files.select(changed)).items():
         entries = ((path.rpartition(b"/")[2], files[path]) for path in paths)
-        if _hash((at.mode, name, at.oid) for name, at in entries) != files[directory].oid:
+        if _hash((entry.mode, name, entry.oid) for name, entry in entries) != files[directory].oid:
             raise ProofFailedError(
                 f"cannot prove {shown_path(directory)}: its entries are not those of git",
                 hint=_HINT,

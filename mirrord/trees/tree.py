@@ -121,7 +121,7 @@ def move(
 def repair(
     git_dir: Path,
     manifest: Manifest,
-    found: ScanResult,
+    scanned: ScanResult,
     dest: Path,
     trash: TrashDirectory | None = None,
 ) -> Manifest:
@@ -134,12 +134,12 @@ def repair(
         conversions = conversions_for(objects, manifest.files)
         owner, mtime_ns = ActingAs(manifest.owner), mtime_for(info.time)
         with TreeWriter(root, owner, mtime_ns=mtime_ns, trash=trash) as writer:
-            if b"" in found.modified:
+            if b"" in scanned.modified:
                 writer.make_directory(b"")
-            for path in found.extra:
+            for path in scanned.extra:
                 if not is_control(path):
                     writer.remove(path)
-            damaged = sorted(filter(None, (*found.modified, *found.missing)))
+            damaged = sorted(filter(None, (*scanned.modified, *scanned.missing)))
             entries = tree_entries(manifest.files, damaged)
             files = manifest.files | write_entries(
                 partial(read_object, objects, conversions), entries, writer
@@ -185,7 +185,10 @@ def write_entries(
         size += len(data)
         if len(batch) == _BATCH or size > _BATCH_BYTES or entry is entries[-1]:
             with writer.owner:  # once for many; the owner may not read the mirror
-                written |= {at.path: _write(writer, at, record, it) for at, record, it in batch}
+                written |= {
+                    tree_entry.path: _write(writer, tree_entry, record, it)
+                    for tree_entry, record, it in batch
+                }
             batch, size = [], 0
     return written
 
@@ -203,8 +206,8 @@ def share_entries(
         path, executable = entry.path, entry.is_executable
         is_file = stat.S_ISREG(entry.mode)
         is_plain = is_file and not conversions.find(path)
-        if is_plain and (found := shared.link(entry.oid, writer, path, executable=executable)):
-            written[path] = unrecorded(entry).with_stat(found)
+        if is_plain and (st := shared.link(entry.oid, writer, path, executable=executable)):
+            written[path] = unrecorded(entry).with_stat(st)
             continue
         record = _write(writer, entry, *read_object(objects, conversions, entry))
         if is_file:

@@ -157,14 +157,14 @@ class TreeWriter:
     def make_directories(self, path: bytes) -> None:
         """Make a directory and its parents; an existing one stays as it is."""
         with self.owner:
-            for each in (*parents(path), path) if path else ():
-                if each in self._made:
+            for prefix in (*parents(path), path) if path else ():
+                if prefix in self._made:
                     continue
-                directory, name = self._enter(each)
+                directory, name = self._enter(prefix)
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o755, dir_fd=directory)
-                    self._adopt(directory, each, name)
-                self._made.add(each)
+                    self._adopt(directory, prefix, name)
+                self._made.add(prefix)
 
     def finish_directory(
         self, path: bytes, permissions: int, mtime_ns: int, attributes: Mapping[str, bytes]
