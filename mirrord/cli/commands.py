@@ -56,7 +56,7 @@ class _Command(click.Command):
             self.help = f"{self.verb.summary}\n\n{details}"
         self.epilog = f"\b\nExit status:\n{exit_lines((0, 1, 2, *self.verb.ends))}"
         self.params = [*_parameters(function), *_SHARED]
-        self.callback = lambda **values: function(click.get_current_context().obj, **values)
+        self.callback = partial(_call, function)
         return super().make_context(*args, **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -146,14 +146,32 @@ class _ShownArgument(click.Argument):
         return self.metavar or (self.name or "").upper()
 
 
-def _parameters(function: Callable[..., None]) -> Iterator[click.Parameter]:
-    """Yield click's parameters for those of a verb, without the first, its session.
+def _groups(function: Callable[..., None]) -> dict[str, Any]:
+    """Return the parameters of a verb that are groups of options, each a named tuple."""
+    hints = get_type_hints(function).items()
+    return {name: kind for name, kind in hints if hasattr(kind, "_fields")}
 
-    Each is `Annotated[type, Argument(…) or Option(…)]`. The type is str, Path, bool or a StrEnum, a
-    list of one of them, or one of them or None.
+
+def _call(function: Callable[..., None], **values: Any) -> None:
+    for name, kind in _groups(function).items():
+        values[name] = kind(**{field: values.pop(field) for field in kind._fields})
+    function(click.get_current_context().obj, **values)
+
+
+def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
+    """Yield click's parameters for those of a verb or a group, without the session.
+
+    Each is a group or `Annotated[type, Argument(…) or Option(…)]`. The type is str, Path, bool or a
+    StrEnum, a list of one of them, or one of them or None.
     """
     hints = get_type_hints(function, include_extras=True)
-    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+    groups = _groups(function)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "session":
+            continue
+        if group := groups.get(parameter.name):
+            yield from _parameters(group)
+            continue
         kind, spec = get_args(hints[parameter.name])
         if get_args(kind)[-1:] == (NoneType,):
             kind = get_args(kind)[0]

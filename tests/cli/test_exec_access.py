@@ -19,7 +19,7 @@ from gitrepos import Upstream
 from procsearch import command as search
 from waiting import until
 
-from mirrord.cli.verbs.execute import _forwarding
+from mirrord.cli.relaying import forwarding
 
 pytestmark = pytest.mark.root
 
@@ -267,7 +267,7 @@ def test_what_of_the_host_is_shown_is_named(world: World, tmp_path: Path) -> Non
 
 def test_a_signal_from_before_the_command_was_known_reaches_it() -> None:
     """It may come while the command has begun and its process is not yet in our hands."""
-    with _forwarding() as forward_to:
+    with forwarding() as forward_to:
         os.kill(os.getpid(), signal.SIGTERM)
         with subprocess.Popen(["sleep", "1000"]) as process:
             forward_to(process)

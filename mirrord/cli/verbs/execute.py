@@ -11,26 +11,24 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import stat
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import IO, TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ... import errors, protocol
 from ...host.processes import hide_argument
 from ...model import Bind, Isolation, View, shown
-from ...sandbox.box import Started, become, showing
+from ...sandbox.box import become, showing
 from ...sandbox.calls import box_of, choose_workdir, environment_of, is_shown, weaker
 from ...sandbox.direct import best, isolate
 from ...sandbox.room import Limits
 from ...units import parse_size
+from ..relaying import forwarding, kill, outputs, relaying
 from ..session import (
     Argument,
     BackendOption,
@@ -49,16 +47,51 @@ if TYPE_CHECKING:
 
 # renewed at a third of it; after a killed `mirrord exec` the tree is gone within three minutes
 _LEASE_TTL = timedelta(minutes=3)
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-_ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT may be Ctrl-C in an interpreter
 _SHELL = "sh"  # the one that every sandbox has
-_GRACE_S = 10.0  # as of `docker stop`
 _SANDBOX_PATH = "/usr/local/bin:/usr/bin:/bin"
 _SANDBOX_DIRECTORIES = ("/usr/", "/bin/", "/sbin/")
 
 
 _TARGET_HELP = "An instance id, NAME@COMMITISH, or a held checkout."
 _COMMAND_HELP = "The command, with or without -- before it; default: a shell."
+
+
+class SandboxOptions(NamedTuple):
+    """What the command may see and use."""
+
+    network: Annotated[bool, Option("Share the host's network, localhost included.")] = False
+    show: Annotated[
+        list[str] | None, Option("Path of the host to show read-only; repeatable.", "PATH")
+    ] = None
+    variable: Annotated[
+        list[str] | None,
+        Option("Environment variable to set or pass; repeatable.", "NAME[=VALUE]"),
+    ] = None
+    timeout: Annotated[
+        str | None, Option("Kill the command after this time, such as 10m.", "DURATION")
+    ] = None
+    memory: Annotated[str | None, Option("Limit of memory, such as 2GiB.", "SIZE")] = None
+    processes: Annotated[str | None, Option("Limit of processes.", "NUMBER")] = None
+    workdir: Annotated[
+        str | None, Option("Where the tree is, besides /testbed; default: as the row says.", "PATH")
+    ] = None
+    entrypoint: Annotated[
+        bool, Option("Run the image's entry point; the command is its arguments.")
+    ] = False
+    isolation: Annotated[
+        Isolation | None,
+        Option("Demand this isolation, instead of the best that is possible here."),
+    ] = None
+    keep_access: Annotated[
+        bool, Option("Run it without a sandbox, with access to the whole host.")
+    ] = False
+
+    @property
+    def needs_uid(self) -> bool:
+        """Return whether root's command needs a uid of its own, because it has no namespaces."""
+        if os.geteuid() != 0 or self.keep_access or self.isolation is Isolation.NONE:
+            return False
+        return (self.isolation or best(None)) is not Isolation.NAMESPACES
 
 
 def execute(
@@ -74,31 +107,8 @@ def execute(
     view: ViewOption = View.AGENT,
     backend: BackendOption = None,
     owner: OwnerOption = None,
-    network: Annotated[bool, Option("Share the host's network, localhost included.")] = False,
-    show: Annotated[
-        list[str], Option("Path of the host to show read-only; repeatable.", "PATH")
-    ] = [],  # noqa: B006
-    variable: Annotated[
-        list[str], Option("Environment variable to set or pass; repeatable.", "NAME[=VALUE]")
-    ] = [],  # noqa: B006
-    timeout: Annotated[
-        str | None, Option("Kill the command after this time, such as 10m.", "DURATION")
-    ] = None,
-    memory: Annotated[str | None, Option("Limit of memory, such as 2GiB.", "SIZE")] = None,
-    processes: Annotated[str | None, Option("Limit of processes.", "NUMBER")] = None,
-    workdir: Annotated[
-        str | None, Option("Where the tree is, besides /testbed; default: as the row says.", "PATH")
-    ] = None,
-    entrypoint: Annotated[
-        bool, Option("Run the image's entry point; the command is its arguments.")
-    ] = False,
-    isolation: Annotated[
-        Isolation | None,
-        Option("Demand this isolation, instead of the best that is possible here."),
-    ] = None,
-    keep_access: Annotated[
-        bool, Option("Run it without a sandbox, with access to the whole host.")
-    ] = False,
+    *,
+    sandbox: SandboxOptions,
 ) -> None:
     """The tree is at /testbed, and where the instance's row or --workdir says; the command starts
     there. Its environment is active. HOME and /tmp are private. The command
@@ -108,37 +118,14 @@ def execute(
     The checkout of an INSTANCE is temporary; MIRRORD_CHECKOUT is its id. With --owner the command
     runs as that user, without groups.
     """
-    patch = None if diff is None else diff.absolute()
-    if patch is not None:
-        try:
-            patch.open("ab").close()  # fail before the command, which may run for hours
-        except OSError as error:
-            hint = "name a writable file with --diff"
-            raise errors.UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
+    run = _Run(command or [], sandbox)
+    patch = None if diff is None else _must_be_writable(diff)
     given: dict[str, Any] = {"history": history, "backend": backend, "environment": environment}
     given |= {"layer": layer, "owner": read_owner(owner)}
-    if isolation and keep_access:
-        raise errors.UsageError("cannot use --isolation with --keep-access", hint="use one of them")
-    run = _Run(
-        command or [],
-        entrypoint,
-        network,
-        not keep_access,
-        isolation,
-        read_duration(timeout, "--timeout"),
-        _read_limits(memory, processes),
-        [Path(path).absolute() for path in show],
-        dict(map(_read_variable, variable)),
-        choose_workdir(workdir),
-    )
-    if keep_access and (workdir or entrypoint):
-        option = "--workdir" if workdir else "--entrypoint"
-        fact = f"cannot use {option} with --keep-access: the command sees the host's paths"
-        raise errors.UsageError(fact, hint="name one of them")
-    if not (is_id(target) or keep_access or given["owner"]) and _needs_uid(isolation):
+    if not (is_id(target) or given["owner"]) and sandbox.needs_uid:
         given["owner"] = _free_uid(session)
     with _checkout(session, target, given, view) as checkout:
-        if checkout.lease.owner_uid == 0 and not keep_access:
+        if checkout.lease.owner_uid == 0 and not sandbox.keep_access:
             session.note("mirrord: the command runs as root; name another user with --owner")
         status = run.in_checkout(checkout, session)
         if patch is not None:
@@ -146,11 +133,15 @@ def execute(
     raise SystemExit(status)
 
 
-def _needs_uid(isolation: Isolation | None) -> bool:
-    """Return whether root's command needs a uid of its own, because it has no namespaces."""
-    if os.geteuid() != 0 or isolation is Isolation.NONE:
-        return False
-    return (isolation or best(None)) is not Isolation.NAMESPACES
+def _must_be_writable(path: Path) -> Path:
+    """Return the absolute path of a file; fails before the command, which may run for hours."""
+    absolute = path.absolute()
+    try:
+        absolute.open("ab").close()
+    except OSError as error:
+        hint = "name a writable file with --diff"
+        raise errors.UsageError(f"cannot write {path}: {error.strerror}", hint=hint) from error
+    return absolute
 
 
 def _free_uid(session: Session) -> int:
@@ -185,40 +176,41 @@ def _checkout(
         yield checkout
 
 
-class _Run(NamedTuple):
+class _Run:
     """A command, its sandbox and its limits."""
 
-    given: list[str]
-    is_entered: bool
-    network: bool
-    is_sandboxed: bool
-    isolation: Isolation | None
-    timeout: timedelta | None
-    limits: Limits
-    shown_paths: list[Path]
-    variables: dict[str, str]
-    workdir: str | None
+    def __init__(self, command: list[str], options: SandboxOptions) -> None:
+        boxed = ("isolation", "workdir", "entrypoint")
+        if options.keep_access and (named := [each for each in boxed if getattr(options, each)]):
+            fact = f"cannot use --{named[0]} with --keep-access: it is of a sandbox"
+            raise errors.UsageError(fact, hint="name one of them")
+        self._given, self._options = command, options
+        self._timeout = read_duration(options.timeout, "--timeout")
+        self._limits = _read_limits(options.memory, options.processes)
+        self._shown_paths = [Path(path).absolute() for path in options.show or ()]
+        self._variables = dict(map(_read_variable, options.variable or ()))
+        self._workdir = choose_workdir(options.workdir)
 
     def in_checkout(self, checkout: Checkout, session: Session) -> int:
         """Run the command, note the limits that it met, and return its exit status."""
         # Start it from the main thread: the kernel kills it when the thread that started it ends.
         try:
-            with _forwarding() as forward_to:
+            with forwarding() as forward_to:
                 process = self._start(checkout, session)
                 forward_to(process)
-                with _relaying(process, session.note):
+                with relaying(process, session.note):
                     try:
-                        seconds = self.timeout.total_seconds() if self.timeout else None
+                        seconds = self._timeout.total_seconds() if self._timeout else None
                         status = process.wait(seconds)
                     except subprocess.TimeoutExpired:
-                        _kill(process)
+                        kill(process)
                         status = -signal.SIGKILL
-                        session.note(f"mirrord: the command was killed after {self.timeout}")
-            for limit, times in self.limits.strikes().items():
+                        session.note(f"mirrord: the command was killed after {self._timeout}")
+            for limit, times in self._limits.strikes().items():
                 if times:
                     session.note(f"mirrord: the command met its limit of {limit}")
         finally:
-            self.limits.remove()
+            self._limits.remove()
         return status if status >= 0 else 128 - status
 
     def _start(self, checkout: Checkout, session: Session) -> subprocess.Popen[bytes]:
@@ -235,29 +227,28 @@ class _Run(NamedTuple):
     ) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches this process alone, which forwards it.
         options: dict[str, Any] = {"start_new_session": True}
-        box = box_of(
-            checkout.lease, network=self.network, variables=self.variables, workdir=self.workdir
-        )
+        network, isolation, lease = self._options.network, self._options.isolation, checkout.lease
+        box = box_of(lease, network=network, variables=self._variables, workdir=self._workdir)
         box = replace(box, mount=mount)
         try:
-            if self.is_sandboxed:
+            if not self._options.keep_access:
                 asked = self._command(box.image)
-                command, paths = self._find_program(asked, environment_of(checkout.lease, mount))
+                command, paths = self._find_program(asked, environment_of(lease, mount))
                 shown_paths = {str(path): path for path in paths}
                 box = replace(box, readable={**box.readable, **shown_paths})
                 # through a shell, for its message and status 127 if the command does not exist
-                command = [*self.limits.inside, "sh", "-c", 'exec "$@"', "sh", *command]
-                isolated = isolate(box, self.isolation)
-                if self.isolation is None and isolated.isolation is not Isolation.NAMESPACES:
+                command = [*self._limits.inside, "sh", "-c", 'exec "$@"', "sh", *command]
+                isolated = isolate(box, isolation)
+                if isolation is None and isolated.isolation is not Isolation.NAMESPACES:
                     session.note(f"mirrord: {weaker(isolated.isolation)}")
-                return isolated.start(command, before=self.limits.before, **options, **_outputs())
+                return isolated.start(command, before=self._limits.before, **options, **outputs())
             own = () if box.owner is None and os.geteuid() == 0 else become(box.owner)
             own = (*own, *showing(mount, checkout.directory))
             # not by cwd=: only the owner may enter it, and only where the mount is shown
-            start = [*self.limits.before, *own, "env", f"--chdir={checkout.path}"]
+            start = [*self._limits.before, *own, "env", f"--chdir={checkout.path}"]
             options["pass_fds"] = () if mount is None else (mount,)
             variables = {**os.environ, **box.variables, "PWD": str(checkout.path)}
-            argv = [*start, *self.limits.inside, *self._command(None)]
+            argv = [*start, *self._limits.inside, *self._command(None)]
             return subprocess.Popen(argv, env=variables, cwd="/", **options)
         except OSError as error:
             fact = f"cannot run {self._command(box.image)[0]}: {error.strerror}"
@@ -265,9 +256,9 @@ class _Run(NamedTuple):
 
     def _command(self, image: protocol.Image | None) -> list[str]:
         """Return the command: with an entry point as docker puts them together."""
-        if not self.is_entered:
-            return self.given or [_SHELL]
-        if image is None or not (command := [*image.entrypoint, *(self.given or image.command)]):
+        if not self._options.entrypoint:
+            return self._given or [_SHELL]
+        if image is None or not (command := [*image.entrypoint, *(self._given or image.command)]):
             fact = "it has nothing to run" if image else "the checkout has no image"
             hint = "leave --entrypoint out, and name a command"
             raise errors.UsageError(f"cannot run the entry point: {fact}", hint=hint)
@@ -286,8 +277,8 @@ class _Run(NamedTuple):
             or not program.startswith("/")
             or program.startswith(_SANDBOX_DIRECTORIES)
         ):
-            return command, self.shown_paths
-        return [program, *rest], [*self.shown_paths, Path(program)]
+            return command, self._shown_paths
+        return [program, *rest], [*self._shown_paths, Path(program)]
 
 
 def _read_variable(text: str) -> tuple[str, str]:
@@ -309,99 +300,3 @@ def _read_limits(memory: str | None, processes: str | None) -> Limits:
         fact = f"cannot read --processes: {shown(processes)} is not a number above 0"
         raise errors.UsageError(fact, hint="for example --processes 200")
     return Limits(size, int(processes) if processes else None)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the command, with a sandbox all its processes, and wait for their end."""
-    process.end() if isinstance(process, Started) else process.kill()
-    process.wait()
-
-
-# -- output ----------------------------------------------------------------------------------------
-
-
-def _outputs() -> dict[str, int]:
-    """Return Popen's options for output that is a file.
-
-    By /proc/self/fd a process opens the file of a descriptor anew: an agent of the caller's uid
-    would read and change the log of its harness. So it gets a pipe instead.
-    """
-    files = {name: os.fstat(number) for name, number in (("stdout", 1), ("stderr", 2))}
-    kept = {name: file for name, file in files.items() if stat.S_ISREG(file.st_mode)}
-    options = dict.fromkeys(kept, subprocess.PIPE)
-    if len(kept) == 2 and os.path.samestat(kept["stdout"], kept["stderr"]):
-        options["stderr"] = subprocess.STDOUT  # keeps the order of lines
-    return options
-
-
-@contextmanager
-def _relaying(process: subprocess.Popen[bytes], note: Callable[[str], None]) -> Iterator[None]:
-    """Copy the output of pipes until the command has ended."""
-    pipes = ((process.stdout, 1), (process.stderr, 2))
-    threads = [
-        threading.Thread(target=_relay, args=(pipe, number, note), daemon=True)
-        for pipe, number in pipes
-        if pipe
-    ]
-    for thread in threads:
-        thread.start()
-    yield
-    for thread in threads:
-        thread.join()
-
-
-def _relay(pipe: IO[bytes], target: int, note: Callable[[str], None]) -> None:
-    """Copy output; where that fails, the command's next write fails too."""
-    with pipe:
-        try:
-            while data := os.read(pipe.fileno(), 1 << 16):
-                while data:
-                    data = data[os.write(target, data) :]
-        except OSError as error:
-            note(f"mirrord: cannot write the command's output: {error.strerror}")
-
-
-# -- signals ---------------------------------------------------------------------------------------
-
-Forward = Callable[[subprocess.Popen[bytes]], None]
-
-
-@contextmanager
-def _forwarding() -> Iterator[Forward]:
-    """Forward signals to the command, also those that came before it started.
-
-    What still runs ten seconds after a signal to end is killed: an agent may ignore it.
-    """
-    running: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []
-    timers: list[threading.Timer] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if not running:
-            early.append(number)
-            return
-        process = running[0]
-        pid = process.find_command() if isinstance(process, Started) else process.pid
-        with suppress(ProcessLookupError):
-            if pid is None:  # the command has not started in the sandbox
-                process.kill()
-            elif process.returncode is None:
-                os.kill(pid, number)
-        if number in _ENDING and not timers:
-            timers.append(threading.Timer(_GRACE_S, _kill, running))
-            timers[0].daemon = True
-            timers[0].start()
-
-    def forward_to(process: subprocess.Popen[bytes]) -> None:
-        running.append(process)
-        for number in early:
-            forward(number, None)
-
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    try:
-        yield forward_to
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for timer in timers:
-            timer.cancel()
