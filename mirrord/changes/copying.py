@@ -36,6 +36,7 @@ from ..trees.reader import TreeReader, parents
 from ..trees.relocation import Relocation
 from ..trees.scan import is_control
 
+# a tree at rest takes two: one to copy by, one that finds it unchanged
 _ROUNDS = 5
 # read at a time with the rights of the owner, who may not enter the layer; long ones stay open
 _BATCH = 64
@@ -218,6 +219,7 @@ def _survey_once(survey: Callable[[], Pieces]) -> Pieces | None:
         if error.errno not in _CHANGED:
             raise
         return None
+    # a directory renamed during the survey leaves paths without the one above them
     above = {path.rpartition(b"/")[0] for path in pieces} - {b""}
     is_tree = all(path in pieces and pieces[path].is_directory for path in above)
     return pieces if is_tree else None
@@ -249,6 +251,7 @@ class _Locked:
         with self.owner:
             for path, mode in sorted(self._modes.items(), reverse=True):
                 seen = self.client.find_stat(path)
+                # only while it is as opening left it: its owner may have set another mode since
                 if seen and seen.st_mode == mode | stat.S_IRWXU:
                     directory, name = self.client.locate(path)
                     with opened(self.owner.open_directory(directory, name)) as fd:
@@ -317,6 +320,7 @@ class _Copy:
         for path in sorted(touched & wanted.keys(), reverse=True):
             if (piece := wanted[path]).is_directory:
                 target = self._directory + path
+                # before the mode: setting a `user.` attribute needs the right to write
                 for name, value in self._attributes.get(path, {}).items():
                     os.setxattr(target, name, value)
                 os.chmod(target, piece.permissions)
@@ -415,6 +419,7 @@ class _Copy:
                 for name, value in read.attributes.items():
                     os.setxattr(file, name, value)
                 os.utime(file, ns=times)
+                # open(2) took the umask off
                 if piece.permissions & self._umask:
                     os.fchmod(file, piece.permissions)
 
@@ -497,6 +502,7 @@ def _is_plain(git: Pieces) -> bool:
         if piece == HIDDEN:
             return path not in _DIRECTORIES and path != b".git/HEAD"
         if path in _DIRECTORIES or piece.is_directory:
+            # branches with slashes nest at any depth; below objects/ there are only 256 directories
             may_nest = path.startswith((b".git/refs/", b".git/logs/"))
             is_known = path in _DIRECTORIES or len(path) == len(b".git/objects/00")
             return piece.is_directory and (may_nest or is_known)

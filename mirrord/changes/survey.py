@@ -198,6 +198,7 @@ def copy_overlay(
         )  # fmt: skip
 
 
+# of a directory: to list its names, and to stat them
 _TO_LOOK = stat.S_IRUSR | stat.S_IXUSR
 
 
@@ -245,6 +246,7 @@ class _Surveyor:
         """Return whether the changes of a directory are all in the upper layer: it is the one
         below with changes in it, or new, and not renamed to here.
         """
+        # by the inode too: a directory that was removed and made again is another one
         key = path, st.st_ino
         if (known := self._known.get(key)) is None:
             shown, own = find_in(self._merged, path), self._own.get(path)
@@ -253,6 +255,7 @@ class _Surveyor:
             if own is not None and stat.S_ISDIR(own.st_mode):
                 expected = own.st_ino
             elif template is not None and stat.S_ISDIR(template.st_mode):
+                # 0, of no inode: a whiteout or file of the own layer hides the template's directory
                 expected = template.st_ino if own is None else 0
             known = self._known[key] = shown is not None and shown.st_ino == expected
         return known
@@ -309,12 +312,14 @@ class _Surveyor:
         for layer in (layer for layer, names in self._below if top in names):
             st = find_in(layer, path)
             if st is not None:
+                # what the layers below have there does not show
                 if is_whiteout(st):
                     return
                 yield layer, st
                 if not stat.S_ISDIR(st.st_mode):
                     return
                 continue
+            # a layer that has a file above the path hides all that lower ones have below it
             above = (find_in(layer, each) for each in reversed(parents(path)))
             nearest = next(filter(None, above), None)
             if nearest is not None and not stat.S_ISDIR(nearest.st_mode):

@@ -83,6 +83,7 @@ class Forks:
                 hint="remove some, or fork the checkout",
                 max=SNAPSHOTS_LIMIT,
             )
+        # one more than there are names, so one of them is free
         numbers = (f"s{number}" for number in range(1, len(names) + 2))
         async with self.source(lease, None) as source:
             made = replace(source, name=name or next(each for each in numbers if each not in names))

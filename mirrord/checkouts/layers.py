@@ -51,6 +51,7 @@ class Layers:
             return
         with suppress(FileNotFoundError):
             for path in self.directory.iterdir():
+                # beside a layer `<id>` are `<id>.git`, `<id>.json` and `<id>.stats`
                 if not self._leases.layers[LayerId(path.name.partition(".")[0])]:
                     self._trash.add(path)
 

@@ -284,6 +284,7 @@ class _UnreadableError(Exception):
 
 def _read(directories: Directories) -> Lease | None:
     """Return the lease of a checkout, None if it has none; raises _UnreadableError."""
+    # LIVE first: a crash may leave both files (`LeaseState`)
     for state in LeaseState:
         try:
             content = read_plain(directories.private / state)

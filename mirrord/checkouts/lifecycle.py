@@ -53,6 +53,7 @@ class Lifecycle:
                 continue
             if lease.state is LeaseState.RESETTING:
                 task = asyncio.get_running_loop().create_task(self._complete_reset(lease))
+                # asyncio itself refers to its tasks weakly
                 self._finishing.add(task)
                 task.add_done_callback(self._finishing.discard)
         count, aside = len(self.leases), len(self.leases.aside)
@@ -86,6 +87,7 @@ class Lifecycle:
         """Hold the checkout's lock. Raises CheckoutBusyError after half a minute of waiting."""
         lock = self._locks.setdefault(checkout, anyio.Lock())
         try:
+            # anyio's `acquire` goes through the event loop even where the lock is free
             lock.acquire_nowait()
         except anyio.WouldBlock:
             with anyio.move_on_after(30.0) as waiting:
@@ -141,6 +143,7 @@ class Lifecycle:
         except BaseException as error:
             if isinstance(error, ProofFailedError):
                 self._report(lease, error)
+            # RESETTING, because for a live one the pool would write a spare tree
             half_made = resetting(lease)
             try:
                 self.end(half_made)
@@ -167,6 +170,7 @@ class Lifecycle:
         self._remove(self.leases.release(lease), lease)
         if lease.backend in self.backends:
             self.backends[lease.backend].released(lease)
+        # who waits for the lock finds no lease afterwards
         self._locks.pop(lease.id, None)
 
     def end_aside(self, checkout: CheckoutId) -> None:
@@ -180,6 +184,7 @@ class Lifecycle:
 
         async def take_down() -> bool:
             backends = [known] if known else self.backends.values()
+            # a list, because `any` alone would stop at the first backend that had nothing left
             is_gone = any([await backend.take_down(directories, lease) for backend in backends])
             self.layers.drop_unused(lease.layers if lease else ())  # after the unmount
             return is_gone
@@ -196,6 +201,7 @@ class Lifecycle:
 
     async def _complete_reset(self, lease: Lease) -> None:
         async with self.locked(lease.id):
+            # reset or released while this waited
             if self.leases.find(lease.id) != lease:
                 return
             try:

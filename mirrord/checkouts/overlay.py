@@ -135,6 +135,7 @@ class OverlayBackend:
                     old = os.open(to.directory / overlay.target, os.O_PATH | os.O_CLOEXEC)
                     self.mounter.replace(to.id, mount, overlay.target)
                     self._discard(to, overlay.layer, holding=old)
+                    # the new mount holds its directories, not their names
                     os.rename(to.private / overlay.next, to.private / overlay.layer)
             journal.end(to.private)  # of an apply that was killed: the tree is as `to` says
             leases.save(to)

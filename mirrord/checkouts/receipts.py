@@ -212,6 +212,7 @@ def closure_of_listing(listing: Path, head: CommitId) -> protocol.Closure:
 
 def _closure(ids: Iterable[bytes]) -> protocol.Closure:
     ordered = sorted(set(ids))
+    # an id a line: SHA-1 has 20 bytes
     lines = b"".join(ordered).hex("\n", 20) + "\n"
     return protocol.Closure(objects=len(ordered), sha256=hashlib.sha256(lines.encode()).hexdigest())
 

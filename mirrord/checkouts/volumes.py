@@ -78,6 +78,7 @@ class Volumes:
         if name in self._in_creation:
             fact = f"cannot make volume {name}: another request is making it"
             raise CheckoutBusyError(fact, hint="wait for it to end, then try again")
+        # no lease has the name before the checkout is made, and so no lock keeps a second one out
         self._in_creation.add(name)
         try:
             if isinstance(source, protocol.StartCheckout):
@@ -111,6 +112,7 @@ class Volumes:
             mounts = volume.mounted_by - {mount}
             if not mounts:
                 expires_at = self.leasing.clock() + timedelta(seconds=volume.ttl_s)
+                # its owner may have renewed it for longer
                 lease = lease.until(max(lease.terms.expires_at, expires_at))
             self._save(lease, replace(volume, mounts=tuple(mounts)))
             self.leasing.publish("volume.unmounted", lease, volume=name, mounts=len(mounts))

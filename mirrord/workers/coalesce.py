@@ -53,6 +53,7 @@ class Coalescer(Generic[T]):
         work.sinks += sinks
         try:
             with work.askers.joined(Askers.present()):
+                # the cancellation of one caller leaves the work to the others
                 return await asyncio.shield(work.task)
         finally:
             work.callers -= 1
@@ -67,6 +68,7 @@ class Coalescer(Generic[T]):
                 del self._open[key]
 
         async def bound() -> T:
+            # the task has a copy of the first caller's context; later callers must count as well
             work.askers.bind()
             return await run(work)
 

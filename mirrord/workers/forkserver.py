@@ -46,6 +46,7 @@ def main() -> None:
     server = os.getpid()
     signal.signal(signal.SIGCHLD, _reap)
     while True:
+        # the byte is the priority of the worker; no descriptor is the end of the stream
         priority, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
             return None

@@ -42,6 +42,7 @@ class _User:
     working: int = 0
     served: int = 0
     tokens: float = 0.0
+    # so the bucket of a new user is full
     filled_at: float = -math.inf
 
     @property
@@ -126,6 +127,7 @@ class Gate:
     def charge(self, uids: Collection[int], seconds: float) -> None:
         """Charge seconds of the loop or of a worker to the users who wait for the work."""
         users = [self._users[uid] for uid in uids if uid in self._users]
+        # work that a single request waits for as well is not the crowd's
         if users and all(user.requests > 1 for user in users):
             self._debt_s = min(self._debt() + seconds, _DEBT_MAX_S)
 

@@ -48,6 +48,7 @@ class ForkServer:
     """
 
     def __init__(self) -> None:
+        # reentrant: `fork` starts and stops the server itself
         self._lock = threading.RLock()
         self._running: tuple[Popen, socket.socket] | None = None
         self._preload: Sequence[str] = ()
@@ -297,6 +298,7 @@ class Workers:
                 return worker
             worker.connection.close()
         loop = asyncio.get_running_loop()
+        # in a thread: a server that has just begun imports for 200 ms
         forking = loop.run_in_executor(None, partial(self._server.fork, is_low=is_low))
         try:
             # a thread cannot be cancelled: `_abandon` ends what it forks all the same

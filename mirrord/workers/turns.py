@@ -17,6 +17,7 @@ HOUSEKEEPING = -1
 """A pseudo-user for work in the interest of all, such as removing released checkouts."""
 
 _askers: "ContextVar[Askers | None]" = ContextVar("git_askers", default=None)
+# 0 is the rank of who was never served
 _clock = itertools.count(1)
 
 
@@ -102,6 +103,7 @@ class Turns:
             self._running.append(turn)
             turn.begun.set()
         if not self._waiting and not self._running:
+            # who waits for nothing has no place to keep, and the table would grow with every uid
             self._served.clear()
 
     def _choose(self) -> tuple[_Turn, int | None] | None:

@@ -160,6 +160,7 @@ class PoolBackend:
 
     def _keep(self, lease: Lease) -> None:
         """Keep the store that a checkout borrows and its environments, instead of those before."""
+        # the new ones first: what both leases need is never without a holder
         for digest in lease.environments:
             self.environments.hold(digest)
         store = self.stores.hold(self.stores.path(*lease.template)) if lease.borrows else None
@@ -262,6 +263,7 @@ class PoolBackend:
         """Yield the paths for a worker. The store is kept meanwhile; the trash is removed after."""
         layer = layer_path(self.state_dir, lease.base.layer) if lease.base.layer else None
         saved = lease.base.saved.layers if lease.base.saved else ()
+        # bottom first: each is written over those before it
         below = tuple(layer_path(self.state_dir, each) for each in reversed(saved))
         mirror = self.mirrors_path(lease.mirror)
         trash = new_trash(lease.directories.public.parent)

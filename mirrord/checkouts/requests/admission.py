@@ -254,6 +254,7 @@ class Leasing:
         await self.quotas.ensure("make a checkout", peer.uid, owner[0])
         backend, visible = request.backend, Visible.MOUNTS
         if request.attach:
+            # only a mount can be attached; what the peer's own namespace shows does not matter
             backend = backend or Backend.OVERLAY
         elif not (request.sandbox and home.is_inside()):
             visible = await self.visible_to(peer)

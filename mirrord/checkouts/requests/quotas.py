@@ -101,6 +101,7 @@ class Quotas:
                 for (lease, _), weight in zip(things, weights.each, strict=True)
                 if lease
             }
+            # a walk that ran out of time must not let a user fall below the bound
             is_whole = all(each.is_whole for each in weights.each)
             earlier = 0 if is_whole else before.get(user, 0)
             self.used[user] = max(weights.total_bytes, earlier)

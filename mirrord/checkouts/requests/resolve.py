@@ -238,6 +238,7 @@ class Resolver:
         return self._cache(name, found)
 
     async def _resolve_commit(self, name: MirrorName, commitish: str) -> ResolvedRequest:
+        # the keys are whole ids, so a branch, which moves, is looked up each time
         known = self._trees.get((name.key, commitish))
         if known is not None:
             tree, lacks_past = known
