@@ -78,6 +78,7 @@ def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
         def read(at: TreeEntry) -> File:
             return File(at.mode, b"" if at.is_submodule else objects.read_blob(at.oid))
 
+        # only targets of links are judged; files are read one at a time, when they are written
         links = {path: read(at) for path, at in entries.items() if at.is_symlink}
         others = {path: File(at.mode, b"") for path, at in entries.items()}
         must_fit(others | links, errors.InvalidRequestError)

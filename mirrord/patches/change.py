@@ -150,6 +150,7 @@ class JournaledChange:
                     writer.write_file(name, data, executable=mode == EXECUTABLE)
 
     def _swap(self, journal: Journal, writer: TreeWriter, expected: Expected) -> None:
+        # files first, then the directories that are empty by then; what is new comes last
         for name, step in journal.iter_old():
             with _named(step.path):
                 self._move(step.path, name)

@@ -29,6 +29,7 @@ PATCH_LIMIT_BYTES = 256 * 1024**2
 SPOOLED_BYTES = 1024**2
 _TIMEOUT = timedelta(minutes=4)
 _OPTIONS = {
+    # whole ids: `git apply --3way` looks the old blobs up by them
     DiffFormat.PATCH: ("-p", "--binary", "--full-index"),
     DiffFormat.STAT: ("--stat",),
     DiffFormat.NAME_STATUS: ("--name-status",),
@@ -249,6 +250,7 @@ def collect(
         left_out += collector.special
     changes = []
     for path in list(collector.found):
+        # the content of an unchanged file is let go at once
         raw, before = collector.found.pop(path)
         data = worktree.clean(path, raw, before) if raw.conversion else raw.data
         if before is None or before.mode != raw.mode or before.oid != blob_id(data).hex():

@@ -150,6 +150,7 @@ def _before(tree: Tree, patch: FilePatch, results: Results) -> File | None:
     else:
         entry = tree.read(patch.old)
     if entry is None or entry.mode in (DIRECTORY, UNTRACKED):
+        # a traditional patch of a file that is not there makes it (check_preimage)
         if patch.is_new is None:
             patch.is_delete = False
             return None
@@ -178,6 +179,7 @@ def _mode_of(patch: FilePatch, before: File | None, *, reverse: bool) -> int:
 def _canonical(mode: int) -> int:
     if mode & _FORMAT == SYMLINK:
         return SYMLINK
+    # as in git, the x bit of the owner decides
     return 0o100755 if mode & 0o100 else REGULAR
 
 

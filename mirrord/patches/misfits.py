@@ -10,6 +10,7 @@ from .fit import DIRECTORY, UNTRACKED, MisfitError, Splice, Tree, splice, splice
 from .parse import LIMIT_BYTES, SUBMODULE, FilePatch, NeedsGitError, parse
 from .repairs import HUNK, to_lf, unwrap
 
+# git 2.39 says `line N`; later ones name the input, here their standard one
 _CORRUPT = re.compile(r"corrupt patch at (?:line |<stdin>:)(\d+)")
 
 
@@ -45,6 +46,7 @@ def _misfit_of(tree: Tree, file: FilePatch, how: Splice) -> str | None:
             return True
         return False
 
+    # more hunks never mend a refusal, so the first that is refused is found by halving
     at = bisect_left(range(1, len(file.hunks) + 1), True, key=is_refused)
     if at == len(file.hunks):
         return None

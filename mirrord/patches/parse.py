@@ -33,6 +33,7 @@ _NAME = re.compile(  # a line that names a path, and maybe one of a hunk
 )
 _FILE = re.compile(rb"(?m)^(?=diff --git )")
 _MODE = re.compile(rb"([0-7]{1,7})(?:[ \t\r]|$)")
+# at most the digits of SHA-1 on each side (gitdiff_index)
 _INDEX = re.compile(rb"[^. ]{1,40}\.\.[^ ]{1,40}(?: (.*))?$", re.DOTALL)
 _NO_NEWLINE = b"\\ "
 _NO_NEWLINE_BYTES = 11  # without its newline; no translation of git has a shorter one
@@ -180,6 +181,7 @@ class _Parser:
             raise NeedsGitError("a timestamp that may mean an absent file")
         if self._strip is None:
             bare = None if NULL.match(second) else traditional_name(second, 0)
+            # guess_p_value: a name without a directory has no `a/` to strip
             if bare and b"/" not in bare:
                 self._strip = 0
         strip = 1 if self._strip is None else self._strip

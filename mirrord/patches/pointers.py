@@ -20,6 +20,7 @@ from ..host.files import shown_path
 from .fit import DIRECTORY, File, Results, Tree
 from .parse import SUBMODULE, NeedsGitError, name_of, named_paths
 
+# from git's shortest abbreviation by default to a whole id of SHA-256
 _ID = rb"([0-9a-f]{7,64})(-dirty)?"
 _EXTENDED = rb"(?:(?:index|(?:new file|deleted file|old|new) mode) [^\n]*\n)*"
 _SECTION = re.compile(
@@ -27,6 +28,7 @@ _SECTION = re.compile(
     rb"@@ -\d+(?:,\d+)? \+\d+(?:,\d+)? @@[^\n]*\n"
     rb"(?:-Subproject commit " + _ID + rb"\r?(?:\n|\Z))?"
     rb"(?:\+Subproject commit " + _ID + rb"\r?(?:\n|\Z))?"
+    # the next file, or `-- `, by which `git format-patch` ends
     rb"(?=diff |--- |Submodule |-- \n|\n|\Z)"
 )
 # `git diff --submodule=log` or `=diff`: abbreviated ids, three dots where history was rewritten
@@ -174,6 +176,7 @@ def _must_be(tree: Tree, objects: Objects, entry: TreeEntry) -> None:
     if at == File(entry.mode, data):
         return
     pointer = parse_pointer(data) if len(data) < POINTER_BYTES else None
+    # a checkout has the object of LFS where the commit has the pointer to it
     if at and pointer and hashlib.sha256(at.data).hexdigest() == pointer.oid:
         return
     raise PatchConflictError(

@@ -198,6 +198,7 @@ def _is_binary(state: State, data: bytes) -> bool:
 
 
 def _label(name: bytes) -> bytes:
+    # for GNU patch, which would read what follows a blank as a timestamp
     return name + b"\t" if b" " in name else name
 
 
@@ -214,6 +215,7 @@ def _literal(data: bytes) -> bytes:
     lines = [b"literal %d\n" % len(data)]
     for at in range(0, len(deflated), _LINE_BYTES):
         piece = deflated[at : at + _LINE_BYTES]
+        # A to Z for 1 to 26 bytes, a to z for 27 to 52
         letter = len(piece) + (ord("A") - 1 if len(piece) <= 26 else ord("a") - 27)
         lines.append(b"%c%s\n" % (letter, base64.b85encode(piece, pad=True)))
     return b"".join([*lines, b"\n"])

@@ -212,6 +212,7 @@ class _Application:
         if has_nul_in_name(patch):
             fact = "cannot read the patch: a path in it has a NUL"
             raise InvalidPatchError(fact, hint="make it with `git diff --binary`")
+        # left by a call that was killed
         remove_tree(self.scratch)
         self.scratch.mkdir(mode=0o700)
         try:
@@ -236,6 +237,7 @@ class _Application:
                 if self.base and (old := self.base.read(path)) and old.mode != DIRECTORY:
                     _stored(repository, old)
             done = run_git_sync(
+                # warnings about blanks would be quoted as reasons of a refusal
                 *_UNFLUSHED, "apply", "--cached", "--whitespace=nowarn", *options,
                 *(("--reverse",) if self.reverse else ()), "-", doing="apply a patch",
                 git_dir=repository.git_dir, work_tree=self.scratch, stdin=patch,

@@ -183,6 +183,7 @@ class Worktree:
         content = self.attributes_in(directory)
         entry = self.base.find(within(directory, ATTRIBUTES))
         if content is None and entry and stat.S_ISREG(entry.mode):
+            # the objects are the daemon's, and its owner may not read them
             with self.owner.aside():
                 return self.objects.read_blob(entry.oid)
         return content

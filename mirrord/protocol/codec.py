@@ -218,12 +218,14 @@ def canonical(value: Any) -> bytes:
 
 def _canonical(value: Any) -> str:
     if isinstance(value, dict):
+        # the RFC sorts by UTF-16 units, which for ASCII is this order
         members = sorted((name, each) for name, each in value.items() if each is not None)
         return f"{{{','.join(f'{_canonical(name)}:{_canonical(each)}' for name, each in members)}}}"
     if isinstance(value, list):
         return f"[{','.join(map(_canonical, value))}]"
     if isinstance(value, float):
         raise TypeError(f"{value} has no canonical form here")
+    # nothing is escaped that JSON lets stand
     return json.dumps(as_utf8(value) if isinstance(value, str) else value, ensure_ascii=False)
 
 
@@ -286,6 +288,7 @@ def _name_reader(inner: _Reader) -> _Reader:
 
 def _checked(kind: type, value: Any) -> Any:
     accepted = (int, float) if kind is float else kind
+    # bool is a subclass of int, but `true` is no number
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise MalformedError(f"Input should be {_KINDS[kind]}")
     return value
@@ -305,6 +308,7 @@ def _choice_reader(choices: tuple[str, ...], kind: Callable[[str], Any]) -> _Rea
 
 def _read_time(value: Any) -> datetime:
     try:
+        # reads the Z of `to_json` since Python 3.11
         return datetime.fromisoformat(value)
     except (TypeError, ValueError) as error:
         raise MalformedError("Input should be a time in ISO 8601") from error
