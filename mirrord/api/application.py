@@ -35,6 +35,7 @@ from .request import (
 )
 from .table import ENDPOINTS, Endpoint
 
+# made once: each builds a validator of its own
 _BODIES = {each.json_body: TypeAdapter(each.json_body) for each in ENDPOINTS if each.json_body}
 # what a client may repeat later: too many, unavailable, and no room on the disk
 _REFUSALS = {429, 503, 507}
@@ -120,6 +121,7 @@ class Application:
         try:
             with answering():
                 try:
+                    # not `path`, in which %2F is a slash already
                     endpoint, parameters = self._routes.find(request.method, scope["raw_path"])
                     name = endpoint.name
                     response = await self._respond(endpoint, request, parameters, body)

@@ -119,6 +119,7 @@ async def attach_checkout(call: Call, body: protocol.AttachCheckout) -> protocol
     """
     answer, mount = await call.engine.checkouts.attach(call.path["id"], body, call.peer)
     with opened(mount):
+        # the message refers to the open file itself, so this end may be closed
         call.connection.send_descriptor(mount)
     return answer
 

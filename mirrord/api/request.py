@@ -109,6 +109,7 @@ class OwnedStream(StreamingResponse):
 def stream_file(path: Path, headers: dict[str, str]) -> OwnedStream:
     """Answer with a file. It is opened immediately and may be removed after this call."""
     owned = AsyncExitStack()
+    # a buffer of Python's would only copy pieces of this size
     file = owned.enter_context(path.open("rb", buffering=0))
 
     async def pieces() -> AsyncIterator[bytes]:

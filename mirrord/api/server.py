@@ -113,6 +113,7 @@ class Server:
         """Let running requests end within `drain`, then cancel them."""
         self.stop_accepting()
         for connection in list(self._state.connections):
+            # uvicorn closes an idle one now, and others after their answer
             connection.shutdown()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain.total_seconds()

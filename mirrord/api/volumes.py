@@ -91,6 +91,7 @@ class VolumeDriver:
             case "/Plugin.Activate":
                 return {"Implements": ["VolumeDriver"]}
             case "/VolumeDriver.Capabilities":
+                # each engine of a swarm has volumes of its own
                 return {"Capabilities": {"Scope": "local"}}
         await self._engine.wait_until_open()
         volumes = self._engine.volumes

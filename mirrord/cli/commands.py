@@ -54,6 +54,7 @@ class _Command(click.Command):
         function = getattr(importlib.import_module(f".verbs.{module}", __package__), name)
         if details := inspect.getdoc(function):
             self.help = f"{self.verb.summary}\n\n{details}"
+        # \b: click does not wrap the lines of this paragraph
         self.epilog = f"\b\nExit status:\n{exit_lines((0, 1, 2, *self.verb.ends))}"
         self.params = [*_parameters(function), *_SHARED]
         self.callback = partial(_call, function)

@@ -36,6 +36,7 @@ def run(args: Sequence[str] | None = None) -> int:
             os.chdir(os.environ.get("PWD", "/"))
     try:
         root = build()
+        # set by the script that `mirrord completion` prints
         if "_MIRRORD_COMPLETE" in os.environ:
             root.main(prog_name="mirrord", obj=session)  # prints completions and exits
         with root.make_context("mirrord", list(arguments), obj=session) as context:
@@ -44,6 +45,7 @@ def run(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # `mirrord … | head`
         _flush_or_drop()
+        # as a shell says it of a process that this signal ended
         return 128 + signal.SIGPIPE
     except click.ClickException as error:
         # click may have failed before it reached --json; what follows -- is another command's.

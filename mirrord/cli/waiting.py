@@ -44,6 +44,7 @@ def watching(session: Session, title: str) -> Iterator[Callable[[Progress], None
         rich.TimeRemainingColumn(compact=True, table_column=whole(min_width=5)),
     )
     with rich.Progress(*columns, console=console, transient=True) as display:
+        # without a total the bar pulses
         task = display.add_task(title, total=None, units="")
         yield lambda progress: display.update(
             task, completed=progress.done, total=progress.total or None, units=amount(progress)

@@ -196,6 +196,7 @@ class Engine:
     async def _use_objects(self, keys: Collection[str]) -> None:
         """Write the trees of mirrors anew, because LFS objects arrived."""
         if keys:
+            # spare trees have pointers where the objects belong
             self.checkouts.pool.spares.drop(timedelta())
             await self.templates.make_again(keys)
 
@@ -472,6 +473,7 @@ class Engine:
 
     def configuration(self) -> Configuration:
         path = str(self._config_path) if self._config_path else None
+        # URLs of upstreams, catalog and store may have passwords in them
         settings = json.loads(telemetry.masked(self._settings.model_dump_json()))
         return Configuration(path=path, settings=settings)
 

@@ -104,6 +104,7 @@ class Storage:
             size_bytes=sum(each.size_bytes for each in kinds),
             reclaimable_bytes=sum(each.reclaimable_bytes for each in kinds),
             disk_bytes=disk.f_blocks * disk.f_frsize,
+            # not f_bfree, which counts what only root may use: 5 % of an ext4
             disk_free_bytes=disk.f_bavail * disk.f_frsize,
             totals=[each.total for each in kinds if each.rows],
             rows=rows if verbose else [],

@@ -274,6 +274,7 @@ class Timetable:
             regular("templates.evict", timedelta(minutes=5), self._evict),
             regular("quotas.weigh", _MINUTE, self.checkouts.quotas.weigh),
             regular("resets.complete", _MINUTE, self.checkouts.complete_resets),
+            # glibc keeps what answered requests freed (malloc_trim(3))
             regular("memory.trim", _MINUTE, partial(anyio.to_thread.run_sync, trim_memory)),
             regular("heals.retry", _MINUTE, self._retry_heals),
         ]  # fmt: skip

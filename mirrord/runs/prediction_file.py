@@ -18,6 +18,7 @@ from ..datasets.fields import find_value
 from ..jsontext import loads
 from ..quoting import quote_name
 
+# before UTF-8 as Windows writes it; a JSON parser refuses it
 _BOM = b"\xef\xbb\xbf"
 # tells JSON lines from one document, whose first line may be long
 _HEAD_BYTES = 1024**2
@@ -31,6 +32,7 @@ _COLLECTED = ("preds.json", "all_preds.jsonl", "predictions.jsonl", "output.json
 """Files of mini-swe-agent, SWE-agent and Agentless, and OpenHands in their own directories."""
 _UNNAMED = {"patch", "model", "model_patch", "fix"}
 """Names of patches that stand in a directory named after the instance."""
+# as in preds.json of mini-swe-agent: an object of objects
 _OBJECT_BY_ID = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
 
 

@@ -216,6 +216,7 @@ class Grader:
         outcome = GradedPrediction(
             row.line, state, *row.key, grade.report, seconds=took, is_kept=self._keep
         )
+        # leaving the block of a grade would release it
         if self._keep:
             return await self._tested(grade, recipe, outcome)
         async with grade:  # releases it, even if this task is cancelled

@@ -137,6 +137,7 @@ class RunReport(ABC, Generic[R]):
             autoescape=True,
             undefined=jinja.StrictUndefined,
             trim_blocks=True,
+            # not isinstance: a Markup is escaped already
             finalize=lambda value: legible(value) if type(value) is str else value,
         )
         templates.filters |= {
@@ -172,6 +173,7 @@ async def run_all(
             for _ in range(jobs):
                 tasks.create_task(work(pending))
     except ExceptionGroup as group:
+        # the first error cancels the other tasks
         raise group.exceptions[0] from None
 
 

@@ -77,6 +77,7 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
             finalize=_finalize,
+            # else jinja2 asks the file system at each page whether the template has changed
             auto_reload=False,
         )
         self._environment.filters.update(
@@ -131,4 +132,5 @@ class Pages:
 
 def _finalize(value: Any) -> Any:
     """Escape characters that hide or reorder text; templates escape HTML."""
+    # not isinstance: a Markup is escaped already
     return legible(value) if type(value) is str else value

@@ -96,6 +96,7 @@ class WebServer:
             await self._application.load()
             await server.listen_at(host.strip("[]"), int(port))
         except OSError as error:
+            # asyncio puts "error while attempting to bind on address …: " before the reason
             reason = (error.strerror or str(error)).rpartition(": ")[2]
             log.warning("web.failed", listen=listen, reason=reason)
             return reason

@@ -127,6 +127,7 @@ def _mirror_line(row: MirrorRow, pins: int, audits: Mapping[str, MirrorAudit]) -
 
 async def show_mirrors(engine: Engine, values: Values) -> Facts:
     lines = await mirror_lines(engine)
+    # as the keys of mirrors are written: owner__name
     find = values.get("find", "").lower().replace("/", "__")
     chosen = [line for line in lines if find in line.row.name.key]
     problems = sum(line.rank < 3 for line in lines)

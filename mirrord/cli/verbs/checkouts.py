@@ -49,6 +49,7 @@ _PATCH_HELP = (
     " instance."
 )
 PatchArgument = Annotated[str, Argument(_PATCH_HELP, "PATCH")]
+# base 32 (RFC 4648), in small letters
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 
@@ -87,6 +88,7 @@ def print_path(session: Session, lease: Checkout) -> None:
     """Answer with a new checkout; say so where its path is closed, being a mount elsewhere."""
     session.answer(lease, [lease.path])
     with suppress(OSError):
+        # so the overlay backend makes mount points that may be covered elsewhere alone
         if stat.S_IMODE(os.stat(lease.path).st_mode) == 0:
             fact = "it is mounted in the daemon's own namespace, and its path is closed outside"
             session.note(f"{fact}: use `mirrord exec {lease.id}`, or `mirrord enter`")
@@ -119,6 +121,7 @@ def reset(
         answer = move(commit=target)
     else:
         try:
+            # only the daemon can tell an instance from a branch or a tag
             answer = move(target)
         except InstanceNotFoundError:
             answer = move(commit=target)

@@ -313,6 +313,7 @@ def _instance_facts(found: Instance) -> Iterator[tuple[str, object]]:
         yield name.replace("_", " "), getattr(found, name, None)
     for name in ("patch", "test_patch"):
         if (text := getattr(found, name)) is not None:
+            # chr(10), because an f-string takes no backslash before Python 3.12
             yield name.replace("_", " "), f"{text.count(chr(10)):,} lines"
     for name in ("fail_to_pass", "pass_to_pass"):
         if (tests := getattr(found, name)) is not None:

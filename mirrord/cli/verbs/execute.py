@@ -211,6 +211,7 @@ class _Run:
                     session.note(f"mirrord: the command met its limit of {limit}")
         finally:
             self._limits.remove()
+        # Popen has -N for signal N, where a shell has 128 + N
         return status if status >= 0 else 128 - status
 
     def _start(self, checkout: Checkout, session: Session) -> subprocess.Popen[bytes]:

@@ -60,6 +60,7 @@ def _fork(session: Session) -> int:
     if pid := os.fork():
         os.close(log)
         return pid
+    # else the end of the terminal would end the daemon, too (SIGHUP)
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for fd, file in enumerate((nothing, log, log)):

@@ -64,6 +64,7 @@ def status(
         except (NoDaemonError, ResourceError) as error:
             session.note(f"mirrord: {error.message}")
             continue
+        # the cursor to the top left, then the screen erased (ECMA-48)
         print_line("\x1b[H\x1b[2J" if sys.stdout.isatty() else "")
 
 
@@ -228,6 +229,7 @@ def serve(
             return
     options = [("--config", session.config), ("--socket", session.socket)]
     arguments = [word for option, value in options if value for word in (option, value)]
+    # exec drops what is buffered
     sys.stdout.flush()
     # -P: import nothing from the current directory.
     command = [sys.executable, "-P", "-m", "mirrord.daemon", *arguments]

@@ -329,6 +329,7 @@ class AsyncRenewal:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # a handle that the program dropped must not live on, and be renewed, because of this
         self._held: WeakValueDictionary[str, AsyncCheckout] = WeakValueDictionary()
         self._due: dict[str, float] = {}
         self._worker: AsyncWorker | None = None

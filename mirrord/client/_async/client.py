@@ -87,6 +87,7 @@ class AsyncClient:
 
     async def health(self) -> protocol.Health:
         """Return whether the daemon can serve; if it is degraded, with reasons."""
+        # 503 for load balancers: the body of a degraded daemon's answer is its health, too
         return await self._get(protocol.Health, "health", accepted=(503,))
 
     async def status(self) -> protocol.Status:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # the answer is in memory; `download` takes a tree of any size to disk
 _READ_MAX_BYTES = 256 * 1024 * 1024
 _TRANSFER_S = 1800.0  # the agent may replace the programs that read and write
+# without a slash in it, ${1%/*} is the whole name: no directory to make
 _WRITE = '[ -d "${1%/*}" ] || [ "$1" = "${1##*/}" ] || mkdir -p -- "${1%/*}" && exec cat >"$1"'
 _UNPACK = 'mkdir -p -- "$1" && exec tar -x -C "$1"'
 # `unpack` reads headers of GNU tar alone, and refuses hard links; -P keeps the `/` by which it
@@ -158,7 +159,9 @@ class AsyncSandbox:
         # Output keeps the first and the last half: so none of it is left out
         content = Output(2 * _READ_MAX_BYTES)
         call = SandboxCall(
-            ["head", "-c", str(_READ_MAX_BYTES + 1), "--", await self.at(path)], stdout=content
+            # one byte more than may be, by which a longer file is known
+            ["head", "-c", str(_READ_MAX_BYTES + 1), "--", await self.at(path)],
+            stdout=content,
         )
         found = await self._must("read", path, call)
         if len(found.stdout) > _READ_MAX_BYTES:

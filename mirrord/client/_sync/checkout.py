@@ -328,6 +328,7 @@ class Renewal:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # a handle that the program dropped must not live on, and be renewed, because of this
         self._held: WeakValueDictionary[str, Checkout] = WeakValueDictionary()
         self._due: dict[str, float] = {}
         self._worker: Worker | None = None

@@ -88,6 +88,7 @@ class Client:
 
     def health(self) -> protocol.Health:
         """Return whether the daemon can serve; if it is degraded, with reasons."""
+        # 503 for load balancers: the body of a degraded daemon's answer is its health, too
         return self._get(protocol.Health, "health", accepted=(503,))
 
     def status(self) -> protocol.Status:

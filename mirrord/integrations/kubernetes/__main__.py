@@ -67,6 +67,7 @@ def main() -> None:
 
 def _renew(volumes: PodVolumes) -> timedelta:
     """Renew the leases; returns the pause before the next renewal."""
+    # three in a row may fail before a lease ends
     pause = volumes.ttl / 4
     try:
         return pause if volumes.renew() else min(pause, _RETRY_AFTER)
