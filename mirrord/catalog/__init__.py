@@ -215,6 +215,7 @@ class Catalog:
     update_mirror = _writes(mirrors.update_mirror)
     delete_mirror = _writes(mirrors.delete_mirror)
     record_unchanged = _writes(mirrors.record_unchanged)
+    list_synced = _reads(mirrors.list_synced)
 
     put_pins = _writes(mirrors.put_pins)
     delete_pins = _writes(mirrors.delete_pins)

@@ -66,6 +66,18 @@ def record_unchanged(connection: Connection, keys: Collection[str], at: datetime
     connection.execute(update(mirrors).where(mirrors.c.key.in_(list(keys))).values(values))
 
 
+def list_synced(connection: Connection, keys: Collection[str]) -> list[str]:
+    """Return those of the mirrors whose last sync succeeded."""
+    rows = (
+        row
+        for batch in in_batches(keys)
+        for row in connection.execute(
+            select(mirrors.c.key, mirrors.c.error).where(mirrors.c.key.in_(batch))
+        )
+    )
+    return [row.key for row in rows if not row.error]
+
+
 def _mirror_row(row: RowMapping) -> MirrorRow:
     values = {name: row[name] for name in row if name != "key"}
     return MirrorRow(**values | {"name": MirrorName.parse(row["name"])})

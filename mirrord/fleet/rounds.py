@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,7 +67,7 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self.mirrors, self.catalog = self.fleet.mirrors, self.fleet.catalog
-        self._repinned: set[str] = set()  # mirrors behind whose pins changed
+        self._news: set[str] = set()  # mirrors of which more was heard since they were followed
         self._unbegun: set[str] = set()  # claims of mirrors that wait for a connection
         self._slots = anyio.CapacityLimiter(1)
         self._polls = 0
@@ -81,8 +81,7 @@ class Rounds:
             repository = self.mirrors.repository(MirrorName.parse(key))
             if newer := await self.fleet.find_lost(repository):
                 self.fleet.lost[key] = newer
-        self.fleet.behind |= {key for key in self.fleet.generations if self.fleet.is_on_disk(key)}
-        self._repinned |= self.fleet.behind
+        self._hear({key for key in self.fleet.generations if self.fleet.is_on_disk(key)})
         self._polling = asyncio.create_task(self._poll_forever())
 
     async def close(self) -> None:
@@ -115,6 +114,7 @@ class Rounds:
             state["holder"] = fleet.claims.holder
             with suppress(errors.CatalogFullError):  # it can still be read
                 await self.catalog.put_node(self.catalog.node, name, __version__, state)
+            await self.mirrors.refresh_errors()
         self._polls += 1
         await self._read_changes()
         if self.fleet.lost:
@@ -162,11 +162,13 @@ class Rounds:
             await self.fleet.refresh(kinds[MIRROR])
         if any(it.startswith("dataset/") for it in topics):
             self.datasets.expire_cache()
-        self.fleet.behind |= {
-            key for key in kinds[MIRROR] | kinds[PINS] if self.fleet.is_on_disk(key)
-        }
-        self._repinned |= self.fleet.behind & kinds[PINS]
+        self._hear({key for key in kinds[MIRROR] | kinds[PINS] if self.fleet.is_on_disk(key)})
         self.fleet.version = version
+
+    def _hear(self, keys: Collection[str]) -> None:
+        """Note that generations or pins of mirrors are new, also for those being followed now."""
+        self.fleet.behind |= {*keys}
+        self._news |= {*keys}
 
     async def _read_mirrors(self) -> None:
         for name in await self.mirrors.refresh(self.fleet.lost):
@@ -187,8 +189,7 @@ class Rounds:
         await self.catalog.enrol({_COLLECTION: ""})
         await self._read_mirrors()
         self.datasets.expire_cache()
-        self.fleet.behind |= await self._list_on_disk()
-        self._repinned |= self.fleet.behind
+        self._hear(await self._list_on_disk())
         self.fleet.version = version
 
     async def _adopt(self) -> None:
@@ -236,17 +237,15 @@ class Rounds:
             name = MirrorName.parse(key)
             try:
                 async with self.mirrors.lock(name):
-                    has_pins = key in self._repinned
-                    self._repinned.discard(key)
-                    is_on_disk = self.fleet.is_on_disk(key)
-                    if is_on_disk and not await self.mirrors.catch_up(name) and has_pins:
+                    # before the work: what is heard during it needs another turn
+                    self._news.discard(key)
+                    if self.fleet.is_on_disk(key) and not await self.mirrors.catch_up(name):
                         await self.mirrors.pins.follow(self.mirrors.repository(name))
-                self.fleet.behind.discard(key)
+                if key not in self._news:
+                    self.fleet.behind.discard(key)
             except errors.CatalogUnavailableError:
-                self._repinned.add(key)
                 raise
             except (errors.MirrordError, OSError) as error:  # the next poll tries again
-                self._repinned.add(key)
                 log.warning("mirror.behind", mirror=str(name), detail=str(error))
                 if isinstance(error, errors.StoreUnavailableError | errors.DiskFullError):
                     return

@@ -77,7 +77,7 @@ class Fleet(Sharing):
         self.claims = Claims(self.catalog, lambda: self.settings().sync.concurrency)
         self.generations: dict[str, Generation] = {}
         self.version = -1  # of the catalog when the generations were read
-        self.behind: set[str] = set()
+        self.behind: set[str] = set()  # `rounds` alone ends it, once the pins are followed too
         self.unrecorded: set[str] = set()  # whose records are to be published
         self.damaged: dict[str, float] = {}  # since when the store lacks some of a generation
         self.unfinished: set[str] = set()  # whose claim an outage ended
@@ -264,7 +264,6 @@ class Fleet(Sharing):
             self.damaged.setdefault(key, time.monotonic())
             await self.ask_for_repair(key)
             raise
-        self.behind.discard(key)
         self.damaged.pop(key, None)
 
     async def refresh(self, keys: Collection[str]) -> None:

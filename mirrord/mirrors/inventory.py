@@ -123,6 +123,12 @@ class Inventory:
         await self.sharing.enrol(listed)
         return [before[key] for key in before.keys() - self._names.keys()]
 
+    async def refresh_errors(self) -> None:
+        """Forget failed syncs of mirrors that another daemon has synced since."""
+        if self._unsynced:
+            for key in await self.catalog.list_synced([*self._unsynced]):
+                self._unsynced.pop(key, None)
+
     async def _survey(self) -> list[tuple[Path, OwnedCommits | None]]:
         """Survey all directories of mirrors; None for one that has to be reconciled."""
         paths = sorted(await to_thread.run_sync(lambda: list(self.root.iterdir())))
