@@ -1,7 +1,7 @@
 """`mirrord grade`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from ...errors import UsageError
 from ...model import ApplyStrategy, FoundStrategy
@@ -32,6 +32,30 @@ _RUN_HELP = "Run the tests of each prediction in its instance's environment."
 _REPORT_HELP = "Write the results as .jsonl or .html, by the suffix; repeatable."
 
 
+class PredictionOptions(NamedTuple):
+    """How a file of predictions is graded."""
+
+    report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None
+    jobs: Annotated[str, Option("Predictions to grade at a time.", "N")] = "8"
+    keep: Annotated[
+        bool, Option("Keep the checkouts of the predictions; the report lists them.")
+    ] = False
+    run: Annotated[bool, Option(_RUN_HELP)] = False
+    logs: Annotated[Path | None, Option("Directory for the logs of tests (with --run).")] = None
+    timeout: Annotated[str, Option("Limit of a run of the tests (with --run).", "DURATION")] = "30m"
+
+    def grade(self, session: Session, path: Path, **choices: Any) -> None:
+        """Grade each prediction, and report them."""
+        from .. import predictions  # noqa: PLC0415 - loads asyncio
+
+        jobs = read_jobs(self.jobs)
+        run_for = read_duration(self.timeout, "--timeout") if self.run else None
+        predictions.grade_all(
+            session, path, self.report or [], jobs, keep=self.keep, logs=self.logs,
+            run_for=run_for, **choices,
+        )  # fmt: skip
+
+
 def grade(
     session: Session,
     target: Annotated[str | None, Argument(_TARGET_HELP, "[ID|INSTANCE]")] = None,
@@ -52,16 +76,8 @@ def grade(
     attachable: Attachable = False,
     layer: Layer = None,
     environment: Environment = None,
-    report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
-    jobs: Annotated[str, Option("Predictions to grade at a time.", "N")] = "8",
-    keep: Annotated[
-        bool, Option("Keep the checkouts of the predictions; the report lists them.")
-    ] = False,
-    run: Annotated[bool, Option(_RUN_HELP)] = False,
-    logs: Annotated[Path | None, Option("Directory for the logs of tests (with --run).")] = None,
-    timeout: Annotated[
-        str, Option("Limit of a run of the tests (with --run).", "DURATION")
-    ] = "30m",
+    *,
+    of_predictions: PredictionOptions,
 ) -> None:
     """The tree has the base commit, the content of the agent's change, and the tests. Prints its
     path; changes that could steer the tests are listed on stderr. Run the tests as another user
@@ -72,37 +88,29 @@ def grade(
     common: dict[str, Any] = {"policy": ",".join(policy) if policy else None, "backend": backend}
     common |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
     common |= {"auto_renew": False}
+    of_rows: dict[str, Any] = {"dataset": dataset, "history": history}
+    of_patch: dict[str, Any] = {"strategy": strategy, "layer": layer, "environment": environment}
     if predictions is not None:
-        if target or patch or layer or environment or strategy or attachable:
+        if target or patch or attachable or any(of_patch.values()):
             hint = "remove the ID, --patch, --layer, --environment, --strategy and --attach"
             raise UsageError("cannot combine --predictions with another target", hint=hint)
-        from .. import predictions as predictions_module  # noqa: PLC0415 - loads asyncio
-
-        at_once = read_jobs(jobs)
-        common |= {"dataset": dataset, "history": history, "logs": logs}
-        common |= {"run_for": read_duration(timeout, "--timeout") if run else None}
-        predictions_module.grade_all(
-            session, predictions, report or [], at_once, keep=keep, **common
-        )
+        of_predictions.grade(session, predictions, **of_rows, **common)
         return
-    if report or keep or run:
+    if of_predictions.report or of_predictions.keep or of_predictions.run:
         hint = "add --predictions FILE"
         raise UsageError("cannot use --report, --keep or --run without --predictions", hint=hint)
-    common["attach"] = attachable
     if target is None:
         hint = "name a checkout, or an instance with --patch, or give --predictions"
         raise UsageError("cannot tell what to grade", hint=hint)
-    if patch is None:
-        if dataset or history or layer or environment or strategy:
-            hint = "remove --dataset, --history, --layer, --environment and --strategy, or add"
-            hint += " --patch FILE and name an instance"
-            raise UsageError("cannot grade a checkout with options of a patch", hint=hint)
-        handle = session.client.grade_checkout(find_id(session, target), **common)
+    common["attach"] = attachable
+    if patch is not None:
+        of_patch["strategy"] = strategy or ApplyStrategy.TOLERANT
+        handle = session.client.grade(target, read_file(patch), **of_rows, **of_patch, **common)
+    elif options := [name for name, value in (of_rows | of_patch).items() if value]:
+        fact = f"cannot use --{options[0]} without --patch: a checkout's change is graded as it is"
+        raise UsageError(fact, hint="add --patch FILE and name an instance")
     else:
-        choices: dict[str, Any] = {"dataset": dataset, "history": history}
-        choices |= {"strategy": strategy or ApplyStrategy.TOLERANT}
-        choices |= {"layer": layer, "environment": environment}
-        handle = session.client.grade(target, read_file(patch), **choices, **common)
+        handle = session.client.grade_checkout(find_id(session, target), **common)
     for line in _remarks(handle.report):
         session.note(line)
     print_path(session, handle.report)
