@@ -42,7 +42,7 @@ from ..host.room import Room
 from ..host.trash import Trash, remove_trees
 from ..jobs.events import Events
 from ..jobs.operations import Operations
-from ..jobs.watch import Watch, is_complete_name, signature_of
+from ..jobs.watch import Watch, signature_of
 from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import default_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now
@@ -56,10 +56,12 @@ from ..workers.pool import Workers
 from ..workers.turns import HOUSEKEEPING, Askers
 from .activity import ActivityMonitor, HealthMonitor, HealthReport, Traffic
 from .composition import compose_checkouts
+from .dataset_watch import DatasetWatch
+from .prewarm import Prewarm
 from .storage import Storage
 from .sync_errors import SyncErrors
 from .timetable import Cleanup, Schedule, Timetable
-from .work import BackgroundWork, Prewarm
+from .work import BackgroundWork
 
 if TYPE_CHECKING:
     from ..fleet.service import Fleet
@@ -79,7 +81,6 @@ class Engine:
         self._load = load
         self.is_open, self._opening_ended = False, asyncio.Event()
         self._closing = AsyncExitStack()
-        self._refused_files: dict[Path, str] = {}
         self._config_fault: str | None = None
         self._reloading = asyncio.Lock()
         self._on_reload: list[Callable[[], Awaitable[None]]] = []
@@ -110,9 +111,12 @@ class Engine:
         """Build and open every part."""
         try:
             await self._open_stores()
+            await self._open_templates()
             await self._open_checkouts()
+            await self._open_environments()
             await self._open_audits()
             await self._open_jobs()
+            await self._open_watches()
             self.is_open = True
         finally:
             # after a failure too: a request that waits is told at once, not at the end of a drain
@@ -146,7 +150,6 @@ class Engine:
         await self.datasets.open()
         self.health.warn_by(lambda: home.refusals)
         self.health.warn_by(self.datasets.warnings)
-        self.health.warn_by(self._file_warnings)
         self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])
         self.health.warn_by(self.mirrors.warnings)
         self.health.degrade_by(self.mirrors.outages)
@@ -200,8 +203,8 @@ class Engine:
             self.checkouts.pool.spares.drop(timedelta())
             await self.templates.make_again(keys)
 
-    async def _open_checkouts(self) -> None:
-        """Open stores and templates, then adopt the checkouts of an earlier daemon."""
+    async def _open_templates(self) -> None:
+        """Open what checkouts are made from: sealed stores, templates and environments."""
 
         async def recorded(name: MirrorName) -> set[CommitId]:
             return {row.commit for row in await self.catalog.list_recorded(name.key)}
@@ -225,13 +228,16 @@ class Engine:
         await self.templates.open()
         self.environment_store = EnvironmentStore(self.layout.root, self.trash)
         await anyio.to_thread.run_sync(self.environment_store.open)
+        self.leaks = Leaks(store=self.environment_store, mirrors=self.mirrors)
+        self._closing.push_async_callback(self.leaks.close)
+
+    async def _open_checkouts(self) -> None:
+        """Adopt the checkouts of an earlier daemon."""
         overlay = await find_overlay(
             state_dir=self.layout.root, service=self._settings.socket.parent / "mount.sock",
             templates=self.templates, workers=self.workers, mirrors_path=self.mirrors.path,
             trash=self.trash, environments=self.environment_store,
         )  # fmt: skip
-        self.leaks = Leaks(store=self.environment_store, mirrors=self.mirrors)
-        self._closing.push_async_callback(self.leaks.close)
         # leases are adopted once the templates under their trees are known
         self.checkouts = compose_checkouts(
             settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
@@ -250,6 +256,10 @@ class Engine:
         await self.checkouts.open()
         self.health.degrade_by(self.checkouts.leases.problems)
         self.health.degrade_by(SyncErrors(self.checkouts.leases).problems)
+        self.health.degrade_by(self._backend_faults)
+
+    async def _open_environments(self) -> None:
+        """Open what works in checkouts: builds of environments, and grading."""
         place, service = self.layout.environments, self._settings.socket.parent / "build.sock"
         builds = Builds(
             place=place, service=service,
@@ -268,17 +278,6 @@ class Engine:
             patches=self.checkouts.patches, environments=self.environments,
             probes=Probes(service),
         )  # fmt: skip
-        self.storage = Storage(
-            layout=self.layout, mirrors=self.mirrors, templates=self.templates,
-            checkouts=self.checkouts, environments=self.environments,
-        )  # fmt: skip
-        self.monitor = ActivityMonitor(
-            settings=self.settings, started_at=self.started_at, room=self.room,
-            traffic=self.traffic, health=self.health, operations=self.operations, gate=self.gate,
-            workers=self.workers, checkouts=self.checkouts, trash=self.trash,
-            templates=self.templates, stores=self.stores,
-        )  # fmt: skip
-        self.health.degrade_by(self._backend_faults)
 
     @property
     def backend(self) -> Backend:
@@ -305,7 +304,17 @@ class Engine:
         self.health.degrade_by(self.readiness.reasons)
 
     async def _open_jobs(self) -> None:
-        """Add configured mirrors, start the schedule and the watches. Last: they use all parts."""
+        """Add configured mirrors and start the schedule. It uses all parts."""
+        self.storage = Storage(
+            layout=self.layout, mirrors=self.mirrors, templates=self.templates,
+            checkouts=self.checkouts, environments=self.environments,
+        )  # fmt: skip
+        self.monitor = ActivityMonitor(
+            settings=self.settings, started_at=self.started_at, room=self.room,
+            traffic=self.traffic, health=self.health, operations=self.operations, gate=self.gate,
+            workers=self.workers, checkouts=self.checkouts, trash=self.trash,
+            templates=self.templates, stores=self.stores,
+        )  # fmt: skip
         prewarm = Prewarm(
             self.settings, self.catalog, self.operations, self._prepare,
             self.stores.oldest_first, self._is_full,
@@ -336,18 +345,26 @@ class Engine:
             )  # fmt: skip
             await rounds.open()
             self._closing.push_async_callback(rounds.close)
-        self._dataset_watch: Watch | None = None
-        await self._watch_datasets()
+
+    async def _open_watches(self) -> None:
+        """Follow the files that people change: those of datasets, and the configuration."""
+        self.dataset_watch = DatasetWatch(
+            self.settings, self.layout.datasets, self.catalog, self.operations, self.events,
+            self.work.import_watched,
+        )  # fmt: skip
+        self._closing.push_async_callback(self.dataset_watch.close)
+        await self.dataset_watch.apply()
+        self.on_reload(self.dataset_watch.apply)
+        self.health.warn_by(self.dataset_watch.warnings)
         if file := self._config_path:
             signature = await anyio.to_thread.run_sync(signature_of, file)
-            known = {file: signature} if signature else {}
-            await self._open_watch(
-                Watch(
-                    # the directory: editors replace the file, and a watch of it would end
-                    file.parent, file.name.__eq__, lambda _: self.reload(), known=known,
-                    quiet=timedelta(seconds=0.2),
-                )
+            watch = Watch(
+                # the directory: editors replace the file, and a watch of it would end
+                file.parent, file.name.__eq__, lambda _: self.reload(),
+                known={file: signature} if signature else {}, quiet=timedelta(seconds=0.2),
             )  # fmt: skip
+            self._closing.push_async_callback(watch.close)
+            await watch.open()
 
     async def _is_full(self) -> bool:
         """Return whether further templates would evict others, or find no room on the disk."""
@@ -384,48 +401,6 @@ class Engine:
             if follows and now != row.configured_url:
                 self.work.set_url(row.name, now)
 
-    async def _watch_datasets(self) -> None:
-        """Start or stop watching the directory of datasets, as the settings say."""
-        is_wanted = self._settings.datasets.watch
-        if is_wanted and self._dataset_watch is None:
-            known = {}
-            for dataset in await self.catalog.list_datasets():
-                path = self.layout.datasets / Path(dataset.source).name
-                signature = await anyio.to_thread.run_sync(signature_of, path)
-                if signature and signature.changed_at < dataset.imported_at.timestamp():
-                    known[path] = signature  # already imported in this state
-            self._dataset_watch = Watch(
-                self.layout.datasets, is_complete_name, self._import_watched, known=known
-            )
-            await self._open_watch(self._dataset_watch)
-        elif self._dataset_watch and not is_wanted:
-            watch, self._dataset_watch = self._dataset_watch, None
-            await watch.close()
-
-    async def _open_watch(self, watch: Watch) -> None:
-        self._closing.push_async_callback(watch.close)
-        await watch.open()
-
-    async def _import_watched(self, path: Path) -> None:
-        """Import a file. A refused one is a health warning while it exists."""
-        ended = await self.operations.wait(self.work.import_watched(path).id)
-        if ended.error is None:
-            self._refused_files.pop(path, None)
-        else:
-            self._refused_files[path] = ended.error.code
-            self.events.publish(
-                "dataset.refused", file=path.name, code=ended.error.code, detail=ended.error.detail
-            )
-
-    def _file_warnings(self) -> list[str]:
-        """Return health warnings, without the reasons, which quote rows: health is public."""
-        hint = "`mirrord operation show` says why"
-        return [
-            f"{path.name} in datasets: cannot import it ({code}); {hint}"
-            for path, code in self._refused_files.items()
-            if path.exists()
-        ]
-
     def on_reload(self, apply: Callable[[], Awaitable[None]]) -> None:
         """Call `apply` at each reload, after the new settings are in force."""
         self._on_reload.append(apply)
@@ -458,7 +433,6 @@ class Engine:
         if "mirror" in applied:
             await self._add_configured_mirrors()
         await self._move_mirrors()
-        await self._watch_datasets()
         await self.schedule.reconcile()
         for apply in self._on_reload:
             await apply()

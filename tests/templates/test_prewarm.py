@@ -12,8 +12,8 @@ from gitrepos import Upstream, git
 
 from mirrord import config
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, encode_row
-from mirrord.engine import work as prewarm
-from mirrord.engine.work import Prewarm
+from mirrord.engine import prewarm
+from mirrord.engine.prewarm import Prewarm
 from mirrord.git.command import Git, priority_prefix
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
