@@ -173,7 +173,7 @@ release-tools: .venv/release/ready
 bench: setup ## benchmark against git; REPO=path of a repository
 	$(BIN)/python benchmarks/bench.py $(foreach repo,$(REPO),--repo '$(repo)') $(if $(DOCS),--docs) $(BENCH_ARGS)
 
-screenshots: debian setup ## take the pictures of docs/web.md; MINUTES of work in their plots
+screenshots: debian setup ## take the pictures of docs/observability/README.md; MINUTES of work in their plots
 	PYTHONPATH=tests/support $(BIN)/python tests/web/screenshots.py docs --minutes $(MINUTES)
 
 debian:

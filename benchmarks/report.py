@@ -1,4 +1,4 @@
-"""What a run of the bench looks like: a table for the terminal, and docs/benchmarks.md with its plot."""
+"""What a run of the bench looks like: a table for the terminal, and two pages of docs/ with a plot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 METHOD = """# Benchmarks
 
-Written by `make bench DOCS=1 REPO=…`; do not edit. [Limits](limits.md) explains the goals that were missed.
+Written by `make bench DOCS=1 REPO=…`; do not edit. [Another page](limits.md) explains the goals that were missed;
+[load, scale and disk](benchmarks-load.md) has the figures without a counterpart of git.
 
 **One operation.** Each row measures both sides alternately in one run on one machine. The figures are medians, with the
 fastest and slowest round, and the ratio of the medians. mirrord's figure includes everything: a Python client, the socket, the
@@ -22,6 +23,11 @@ sides start each round clean, with nothing left to remove, and write the change 
 turn is: checkout, write, diff, grade, release of the grade, reset, release. In the crowd all tasks share one `AsyncClient`,
 which also writes the files, on the same processors. Every few seconds git gets the machine instead, with a process for each
 processor. There, removal counts for both sides.
+"""
+
+LOAD = """# Load, scale and disk
+
+Written with [the benchmarks against git](benchmarks.md); do not edit.
 
 **Many mirrors** (`make bench BENCH_ARGS='--cases scale'`): a dataset of the shape of SWE-rebench over generated repositories, 20
 commits and 10 rows each, first a tenth of them and then all, each time in a new daemon. The time is that of the whole command on
@@ -127,7 +133,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def write_docs(ran: list[dict[str, Any]], docs: Path) -> None:
-    """docs/benchmarks.md and docs/benchmarks.svg, whole, from docs/benchmarks.json with what ran now."""
+    """Both pages and the plot, whole, from docs/benchmarks.json with what ran now."""
     stored = docs / "benchmarks.json"
     results = [
         *filter(
@@ -136,32 +142,48 @@ def write_docs(ran: list[dict[str, Any]], docs: Path) -> None:
         *ran,
     ]
     stored.write_text(json.dumps(results, indent=1) + "\n")
-    text = METHOD
-    for result in results:
-        machine = result["machine"]
-        text += f"\n## {_title(result)}\n\n{machine['at']}, Linux {machine['kernel']}, {machine['cpus']} CPUs, {machine['git']}, "
-        load = f", load {machine['load']:.1f} before it" if "load" in machine else ""
-        text += f"on {machine['disk']}{load}\n"
-        if result["rows"]:
-            text += "\n| work | against | mirrord, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|---|\n"
-            text += "".join("| " + " | ".join(row) + " |\n" for row in _rows(result))
-        if latencies := _latencies(result):
-            text += f"\n| what | {' | '.join(_SPREAD)} |\n|---|---|---|---|---|---|\n"
-            text += "".join("| " + " | ".join(each) + " |\n" for each in latencies)
-        if growths := _growths(result):
-            text += f"\n| what | {' | '.join(_GROWTH)} |\n|---|---|---|---|---|\n"
-            text += "".join("| " + " | ".join(each) + " |\n" for each in growths)
-        if result["figures"]:
-            text += "\n| figure | value | goal |\n|---|---|---|\n"
-            text += "".join(
-                f"| {f['name']} | {f['value']:,.2f} {f['unit']} | {f['goal']} |\n"
-                for f in result["figures"]
-            )
-    text += (
+    compared = [_section(result, _comparisons(result)) for result in results]
+    plot = (
         "\n![How many times faster than the alternative, on a logarithmic scale](benchmarks.svg)\n"
     )
-    (docs / "benchmarks.md").write_text(text)
+    (docs / "benchmarks.md").write_text(METHOD + "".join(compared) + plot)
+    loaded = [_section(result, _loads(result)) for result in results]
+    (docs / "benchmarks-load.md").write_text(LOAD + "".join(loaded))
     (docs / "benchmarks.svg").write_text(_plot(results))
+
+
+def _section(result: dict[str, Any], tables: str) -> str:
+    if not tables:
+        return ""
+    machine = result["machine"]
+    load = f", load {machine['load']:.1f} before it" if "load" in machine else ""
+    return (
+        f"\n## {_title(result)}\n\n{machine['at']}, Linux {machine['kernel']}, {machine['cpus']} CPUs,"
+        f" {machine['git']}, on {machine['disk']}{load}\n{tables}"
+    )
+
+
+def _comparisons(result: dict[str, Any]) -> str:
+    heads = ("work", "against", "mirrord, ms", "theirs, ms", "theirs / ours", "goal")
+    return _table(heads, _rows(result))
+
+
+def _loads(result: dict[str, Any]) -> str:
+    figures = [
+        [f["name"], f"{f['value']:,.2f} {f['unit']}", f["goal"] or ""] for f in result["figures"]
+    ]
+    return (
+        _table(("what", *_SPREAD), _latencies(result))
+        + _table(("what", *_GROWTH), _growths(result))
+        + _table(("figure", "value", "goal"), figures)
+    )
+
+
+def _table(heads: tuple[str, ...], rows: list[list[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _plot(results: list[dict[str, Any]]) -> str:

@@ -104,7 +104,7 @@ class Leases:
 
     def problems(self) -> list[str]:
         """Return a reason why the daemon is degraded for each thing that was set aside."""
-        hint = "see docs/damage.md, Set aside"
+        hint = "see docs/reliability.md, Set aside"
         checkouts = [f"checkout {name}: {each.reason}" for name, each in self.aside.items()]
         layers = [f"the record of a saved layer {path}: {why}" for path, why in self.unread.items()]
         return [f"set aside, nothing was removed: {each} ({hint})" for each in checkouts + layers]

@@ -428,7 +428,7 @@ async def find_overlay(
             raise
         # a full disk: the leases of an earlier daemon need the backend all the same
         log.warning("overlay.unprobed", reason=str(error))
-    if unmapped and not home.is_inside():  # as the kernel has it: see docs/rootless.md
+    if unmapped and not home.is_inside():  # as the kernel has it: see docs/where.md
         log.warning("owners.unmapped", reason=unmapped)
     return OverlayBackend(
         state_dir, mounter, templates, workers, mirrors_path, trash, environments,

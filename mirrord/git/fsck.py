@@ -2,8 +2,8 @@
 
 A mirror takes a history as it is, because nobody can rewrite it. What is served is checked: the
 names and modes of a checkout's own tree when it is written (`git/objects/trees.py`), its
-`.gitmodules` when its commit is resolved (`git/modules.py`). docs/security.md says what each rule
-could do to whom.
+`.gitmodules` when its commit is resolved (`git/modules.py`). docs/security-inside.md says what
+each rule could do to whom.
 """
 
 import re

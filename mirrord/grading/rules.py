@@ -1,8 +1,8 @@
 """Rules that find what in an agent's change could steer the tests, and what policies drop of it.
 
 A rule names paths and, where those are not enough, a condition on the change (`conditions.py`). A
-test compares the table with the one in docs/grading.md. The configuration adds rules of the kind
-`own`. The policy for a rule's kind decides what happens to a path. No I/O.
+test compares the table with that of docs/grading-rules.md. The configuration adds rules of the
+kind `own`. The policy for a rule's kind decides what happens to a path. No I/O.
 """
 
 import re

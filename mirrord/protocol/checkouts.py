@@ -409,7 +409,7 @@ class GradeFacts(Answer):
 
 
 class Receipt(Answer, Request):
-    """The content of a checkout and its proofs. docs/receipts.md defines every member.
+    """The content of a checkout and its proofs. docs/seals.md defines every member.
 
     It is also a request for verification, so the daemon refuses unknown members.
     """

@@ -1,6 +1,6 @@
 """Sandboxes for untrusted commands, made by bubblewrap.
 
-`Box` is the only writer of bwrap(1) options; docs/security.md has the guarantees. Except for its
+`Box` is the only writer of bwrap(1) options; docs/sandboxes.md has the guarantees. Except for its
 mounts everything, HOME and /tmp too, is in memory and ends with the sandbox. All its processes end
 with bwrap or the thread that started it.
 

@@ -4,7 +4,7 @@ It runs in a sandbox, on Python 3.6 and pytest 2.8 or later, under a name that i
 `-p` loads it after all options of the tree's configuration and before any file of the tree. Its key
 comes through standard input, once. It writes to a pipe that nobody in the sandbox can read, one
 line for each phase of a test: what the call raised, beside what hooks made of it. Code in its
-process can still forge that; docs/grading.md says what is seen of it.
+process can still forge that; docs/cheats.md says what is seen of it.
 """
 
 import builtins

@@ -1,4 +1,4 @@
-"""The table of limits in docs/limits.md says what the code does."""
+"""The table of limits in docs/users.md says what the code does."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ BOUNDS = [
 
 @pytest.mark.parametrize(("row", "words"), BOUNDS)
 def test_a_bound_is_documented_as_it_is(row: str, words: list[str]) -> None:
-    lines = (Path(__file__).parents[2] / "docs/limits.md").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "docs/users.md").read_text().splitlines()
     [line] = [line for line in lines if line.startswith(f"| {row}")]
     assert [word for word in words if word not in line] == []
 

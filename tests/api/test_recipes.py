@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md, run unchanged, with an agent that asks the daemon for the answer."""
+"""The recipes of docs/sandboxes.md, run unchanged, with an agent that asks the daemon for the answer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class World(NamedTuple):
 
 
 def recipes() -> list[str]:
-    text = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/sandboxes.md").read_text()
     return re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
 
 

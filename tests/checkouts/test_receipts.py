@@ -68,7 +68,7 @@ def verify(service: Service, receipt: Receipt, peer: Peer = USER_PEER) -> Receip
 
 
 def counted_by_git(repository: Path, *tips: str) -> Closure:
-    """As docs/receipts.md tells a stranger to."""
+    """As docs/seals.md tells a stranger to."""
     walk = f"git rev-list --objects {' '.join(tips)} | cut -c1-40 | sort -u"
     options: dict[str, Any] = {"shell": True, "cwd": repository, "env": {**ENV, "LC_ALL": "C"}}
     lines = subprocess.check_output(f"{walk} | wc -l", **options)

@@ -196,7 +196,7 @@ def test_any_change_of_a_signed_receipt_breaks_its_signature(
 
 def test_the_commands_of_the_document_run(world: World, tmp_path: Path) -> None:
     """A stranger recomputes digests and checks the signature with git, jq and ssh-keygen alone."""
-    document = (Path(__file__).parents[2] / "docs/receipts.md").read_text()
+    document = (Path(__file__).parents[2] / "docs/seals.md").read_text()
     facts = json.loads(world.receipt)
     subprocess.run(["git", "clone", "-q", facts["upstream"], "clone"], cwd=tmp_path, check=True)
     text = "\n".join(re.findall(r"^```sh\n(.*?)^```", document, re.DOTALL | re.MULTILINE))

@@ -85,7 +85,7 @@ def is_run(command: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/bundles.md", pytest.param("docs/grading.md", marks=OF_ROOT)]
+    "document", ["README.md", "docs/backup.md", pytest.param("docs/grading.md", marks=OF_ROOT)]
 )
 def test_a_session_prints_what_it_shows(world: World, document: str) -> None:
     if document != "README.md":
@@ -142,6 +142,8 @@ def test_snippets_run(world: World, document: str, monkeypatch: pytest.MonkeyPat
         client.wait(client.import_dataset("releases.jsonl"))
     patches: list[bytes] = []
     snippets = blocks(document, "python")
+    if document == "docs/client.md":
+        snippets += blocks("docs/sandboxes.md", "python")
     assert snippets
     for snippet in snippets:
         names: dict[str, object] = {

@@ -61,6 +61,13 @@ def test_every_field_of_a_row_is_documented() -> None:
     assert set(STANDARD.sources) <= documented
 
 
+def test_pages_are_few_and_short() -> None:
+    """A screen or five each; 40 with the six of the site that are made from the program."""
+    sizes = {path.name: path.stat().st_size for path in (PROJECT / "docs").rglob("*.md")}
+    assert {name: size for name, size in sizes.items() if size > 15_000} == {}
+    assert len(sizes) <= 34
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     """To a file, and to a heading of it."""

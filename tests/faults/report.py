@@ -1,4 +1,4 @@
-"""What the fault suite found, and the one page made of it."""
+"""What the fault suite found, and the section of a page made of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 NOTHING = "nothing"
-_HEAD = """# Reliability
-
+_SECTION = "## The fault suite\n"
+_TEXT = """
 The result of one run of the fault suite. Written by `make faults`; do not edit. {end}
 
 | | |
@@ -21,7 +21,7 @@ The result of one run of the fault suite. Written by `make faults`; do not edit.
 | finished | {ended} UTC |
 | mirrord | {commits} |
 
-## Method
+### Method
 
 Each fault is injected into a real daemon, with its workers and git processes, during a real operation, at a step that a run
 without a fault recorded. Then the daemon is checked: after a kill, when it has restarted; after a full or failing disk or a
@@ -42,11 +42,11 @@ exists with its owner's work; the audit is clean; and the same operation succeed
 
 Not tried: single blocks that cannot be written, which needs a device-mapper that not every kernel has.
 
-## Totals
+### Totals
 
 {summary}
 
-## Losses
+### Losses
 
 {losses}
 """
@@ -73,10 +73,10 @@ class Ended(NamedTuple):
 
 
 def write_document(path: Path, parts: Sequence[Ended], seed: int, share: float) -> None:
-    """One page: method, totals, losses. Every single row is in the file that `--resume` names."""
+    """The last section of a page: method, totals, losses. Every single row is in the file that `--resume` names."""
     rows = [row for part in parts for row in part.rows]
     lost = [row for row in rows if row.lost != NOTHING]
-    document = _HEAD.format(
+    document = _TEXT.format(
         end="**Something was lost: see below.**" if lost else "Nothing was lost.",
         count=sum(row.times for row in rows),
         lost=sum(row.times for row in lost),
@@ -90,7 +90,8 @@ def write_document(path: Path, parts: Sequence[Ended], seed: int, share: float) 
         )
         or "None.",
     )
-    path.write_text(document, encoding="utf-8")
+    before = path.read_text(encoding="utf-8").partition(_SECTION)[0]
+    path.write_text(before + _SECTION + document, encoding="utf-8")
 
 
 def _named_commits(parts: Sequence[Ended]) -> str:

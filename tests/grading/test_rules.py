@@ -546,8 +546,8 @@ def test_names_that_are_not_text_are_reported(lab: Lab) -> None:
 
 
 def test_the_documented_rules_are_the_table() -> None:
-    """docs/grading.md has every rule: its kind, paths, condition, and the programs that load such files."""
-    text = (Path(__file__).parents[2] / "docs" / "grading.md").read_text()
+    """docs/grading-rules.md has every rule: its kind, paths, condition, and the programs that load such files."""
+    text = (Path(__file__).parents[2] / "docs" / "grading-rules.md").read_text()
     rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
     documented = {}
     for name, kind, *cells, loads in (row for row in rows if len(row) == 5):

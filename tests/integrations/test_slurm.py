@@ -1,4 +1,4 @@
-"""A real Slurm with our prolog, task prolog and epilog, set up as docs/slurm.md says."""
+"""A real Slurm with our prolog, task prolog and epilog, set up as docs/fleet.md says."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import anyone
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from sessions import section
 from slurm_node import Slurm, slurm
 from waiting import until
 
@@ -50,7 +51,7 @@ class World(NamedTuple):
 
 
 def documented(language: str) -> str:
-    text = (PROJECT / "docs" / "slurm.md").read_text()
+    text = section("docs/fleet.md", "Slurm")
     (block,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return str(block)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from sessions import section
 
 import mirrord
 from mirrord import config
@@ -99,4 +100,4 @@ def test_every_attribute_is_documented() -> None:
 
 
 def _document() -> str:
-    return (PROJECT / "docs/kubernetes.md").read_text()
+    return section("docs/integrations.md", "Kubernetes")

@@ -2,5 +2,5 @@
 
 `python -m redteam --socket /run/mirrord/mirrord.sock`, as root, from the directory above. Needs the
 standard library, git, util-linux, and a daemon that has one mirror with two commits. It makes checkouts for uids that nobody
-has, attacks as them, and releases everything. `docs/threat-model.md` lists every attack by its name.
+has, attacks as them, and releases everything. `proofs.md` lists every attack by its name.
 """

@@ -1,6 +1,6 @@
 """Cheats: files that an agent leaves so that a wrong solution passes, and what names each of them.
 
-A test runs them for real: one of each kind, or all with MIRRORD_CHEATS=all. docs/grading.md has the table:
+A test runs them for real: one of each kind, or all with MIRRORD_CHEATS=all. docs/cheats.md has the table:
 `python tests/support/cheats.py` writes it, and a test holds it to this one.
 """
 
@@ -25,7 +25,7 @@ _WRONG = RIGHT.replace("base * height / 2", "base * height + 1")
 class Cheat(NamedTuple):
     """`by` is the rule, or the beginning of the contradiction, that names it; empty if nothing does.
 
-    `passes` under the policy `report`; then `by` is not empty, or docs/grading.md tells why.
+    `passes` under the policy `report`; then `by` is not empty, or docs/cheats.md tells why.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Cheat(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The row of docs/grading.md."""
+        """The row of docs/cheats.md."""
         is_rule = self.by and " " not in self.by
         nothing = "**not seen**" if self.passes else "-"
         by = f"`{self.by}`" if is_rule else f"*{self.by}*" if self.by else nothing
@@ -427,12 +427,12 @@ def together() -> list[Cheat]:
 
 
 _OF_PROGRAMS = "names-runner", "always-equal"  # a person judges them
-DOCUMENT = Path(__file__).parents[2] / "docs" / "grading.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cheats.md"
 _MARKS = "<!-- cheats -->\n", "<!-- /cheats -->"
 
 
 def documented(text: str) -> str:
-    """The text of docs/grading.md with the table of these cheats."""
+    """The text of docs/cheats.md with the table of these cheats."""
     before, rest = text.split(_MARKS[0])
     after = rest.split(_MARKS[1])[1]
     rows = "".join(f"{cheat.row}\n" for cheat in CHEATS)

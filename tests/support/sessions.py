@@ -15,6 +15,12 @@ BASES = ("6366d3dd190a9e58ca582955cddf7e2ac5f32dcc", "147c8511ddbfa5e8f71bbf5c18
 _END = "-- end of command --"
 
 
+def section(document: str, heading: str) -> str:
+    """The text below a heading of the second level."""
+    text = (PROJECT / document).read_text()
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
 def blocks(document: str, language: str) -> list[str]:
     text = (PROJECT / document).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

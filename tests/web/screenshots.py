@@ -1,4 +1,4 @@
-"""The pictures in docs/web.md, of a real daemon with made-up repositories (`make screenshots`).
+"""The pictures in docs/observability/README.md, of a real daemon with made-up repositories (`make screenshots`).
 
 Clients work at a changing pace for as long as `--minutes` says, so that the plots show something.
 """

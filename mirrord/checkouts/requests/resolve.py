@@ -253,7 +253,7 @@ class Resolver:
                     f"cannot serve commit {found.commit}: git's fsck refuses object {oid} of its"
                     f" tree: {reason}",
                     hint=f'to serve it as it is, add "{FindingKind.REFUSED} {name.repo} {oid}" to'
-                    " [audit] accept; docs/security.md says what it could do",
+                    " [audit] accept; docs/security-inside.md says what it could do",
                     commit=found.commit,
                     objects=[oid],
                 )

@@ -33,7 +33,7 @@ def receipt(
         str | None, Option("Allowed signer that it must be signed by.", "NAME")
     ] = None,
 ) -> None:
-    """The receipt is canonical JSON; docs/receipts.md defines its members.
+    """The receipt is canonical JSON; docs/seals.md defines its members.
 
     --verify checks format and signature, compares commit, tree and closure with the daemon's
     mirror, and looks for the receipt among those that the daemon issued. Status 8 if a member does

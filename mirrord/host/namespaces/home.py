@@ -25,7 +25,7 @@ from .holder import END, SOCKET
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
 _TIMEOUT_S = 10.0
 _HOLDER = Path(__file__).with_name("holder.py")
-_HINT = "see docs/rootless.md, or set `[service] namespace` to never; the pool backend serves"
+_HINT = "see docs/where.md, or set `[service] namespace` to never; the pool backend serves"
 _libc = ctypes.CDLL(None, use_errno=True)
 refusals: list[str] = []
 """Why this process has no home, if it wanted one."""

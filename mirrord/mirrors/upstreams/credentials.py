@@ -224,7 +224,7 @@ def _is_line(text: str) -> bool:
 def _systemd_file(entry: CredentialSettings, name: str) -> Path:
     if directory := os.environ.get("CREDENTIALS_DIRECTORY"):
         return Path(directory, name)
-    hint = f"put LoadCredential={name}:/path/of/the/file into the unit; docs/credentials.md"
+    hint = f"put LoadCredential={name}:/path/of/the/file into the unit; docs/users.md"
     raise unusable(entry, "systemd gave no credentials to this process", hint)
 
 
