@@ -69,8 +69,8 @@ def _trace(
         if line.startswith("commit "):
             _, commit, _ = line.split(" ")
         elif line.startswith(":"):
-            facts, _, path = line.partition("\t")
-            _, _, old, new, _ = facts.split(" ")
+            columns, _, path = line.partition("\t")
+            _, _, old, new, _ = columns.split(" ")
             for oid in {old, new}.intersection(oids):
                 if commit not in since[oid]:
                     since[oid].append(commit)
@@ -91,12 +91,12 @@ def _owned(
     git_dir: Path, places: Mapping[str, Collection[str]], commits: Collection[CommitId]
 ) -> dict[str, set[CommitId]]:
     """Return the commits whose own tree has an object, at one of its paths in the history."""
-    paths = sorted({path for found in places.values() for path in found})
+    paths = sorted({path for group in places.values() for path in group})
     names = {
         f"{oid}:{path}" if path else f"{oid}^{{tree}}": oid for oid in commits for path in paths
     }
     owned: defaultdict[str, set[CommitId]] = defaultdict(set)
-    for name, found in look_up(git_dir, names).items():
-        if found.oid in places:
-            owned[found.oid].add(names[name])
+    for name, entry in look_up(git_dir, names).items():
+        if entry.oid in places:
+            owned[entry.oid].add(names[name])
     return owned

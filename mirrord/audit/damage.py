@@ -40,7 +40,7 @@ def run_fsck(git_dir: Path) -> Fsck:
         before = set(packs_in(packs, ".pack"))
         done = run_git(git_dir, "fsck", *command, ok=range(256))
         output = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
-        blemishes = [found for line in output if (found := read_complaint(line))]
+        blemishes = [blemish for line in output if (blemish := read_complaint(line))]
         said = (line for line in output if line and not line.startswith("notice: "))
         complaints = [line for line in said if not read_complaint(line)]
         # status 1 is a bad object and 4 a bad pack; both may stand for harmless complaints
@@ -75,10 +75,10 @@ def unreadable(git_dir: Path, oids: Collection[str]) -> set[str]:
     """Return those of `oids` that are missing, or whose content does not match."""
     listed = list(oids)
     bad: set[str] = set()
-    for at in range(0, len(listed), 1000):  # their bytes are in memory together
-        for found in read_objects(git_dir, listed[at : at + 1000], doing="read objects"):
-            header = f"{found.kind} {len(found.data)}\0".encode()
-            digest = hashlib.sha1(header + found.data, usedforsecurity=False)
-            if not found.exists or digest.hexdigest() != found.name:
-                bad.add(found.name)
+    for start in range(0, len(listed), 1000):  # their bytes are in memory together
+        for entry in read_objects(git_dir, listed[start : start + 1000], doing="read objects"):
+            header = f"{entry.kind} {len(entry.data)}\0".encode()
+            digest = hashlib.sha1(header + entry.data, usedforsecurity=False)
+            if not entry.exists or digest.hexdigest() != entry.name:
+                bad.add(entry.name)
     return bad

@@ -92,19 +92,19 @@ def examine(
     commits: Collection[CommitId],
     level: AuditLevel,
     pins: Collection[str] = (),
-    known: Reached | None = None,
+    earlier: Reached | None = None,
     record: str | None = None,
 ) -> Examined:
     """Judge `commits` at `level`, and the mirror itself.
 
-    The mirror should have `pins`, given as OWNER/COMMIT, and `record` in its ref history. `known`
+    The mirror should have `pins`, given as OWNER/COMMIT, and `record` in its ref history. `earlier`
     is the reach that an earlier examination found.
     """
     # for the examination, the one long git, and the files
     with ThreadPoolExecutor(3, initializer=lower_priority) as threads:
         owned = {f"{PINS}{pin}" for pin in pins}
         return threads.submit(
-            _examine, git_dir, sorted(commits), level, owned, known, record, threads
+            _examine, git_dir, sorted(commits), level, owned, earlier, record, threads
         ).result()
 
 
@@ -113,27 +113,27 @@ def _examine(
     commits: Sequence[CommitId],
     level: AuditLevel,
     pins: set[str],
-    known: Reached | None,
+    earlier: Reached | None,
     record: str | None,
     threads: ThreadPoolExecutor,
 ) -> Examined:
-    found = read_ref_files(git_dir)
-    with readable(git_dir, found, list(find_strange(git_dir))) as repository:
+    files = read_ref_files(git_dir)
+    with readable(git_dir, files, list(find_strange(git_dir))) as repository:
         checking = threads.submit(_check_files, git_dir, repository, level)
-        history = [found.refs[HISTORY]] if HISTORY in found.refs else []
+        history = [files.refs[HISTORY]] if HISTORY in files.refs else []
         proving = threads.submit(_prove, repository, [*commits, *history], level)
-        values = set(found.refs.values())
+        values = set(files.refs.values())
         trees = {f"{oid}^{{tree}}" for oid in commits}
         names = {*commits, *values, *trees, *(f"{oid}^{{commit}}" for oid in values)}
         if level is not AuditLevel.QUICK:
-            names.update(peeled_names(found))
-        objects = look_up(repository, names, read=found.newest_record)
+            names.update(peeled_names(files))
+        objects = look_up(repository, names, read=files.newest_record)
         refs = {
             ref: objects[peeled].oid
-            for ref, oid in found.refs.items()
+            for ref, oid in files.refs.items()
             if (peeled := f"{oid}^{{commit}}") in objects
         }
-        reached = _reach_of(repository, found, refs, commits, known, level)
+        reached = _reach_of(repository, files, refs, commits, earlier, level)
         (bad_files, lying), damage = checking.result(), Damage(set(), {})
         is_whole, fsck = proving.result()
         if fsck and (bad_files or not fsck.is_sound):
@@ -148,25 +148,25 @@ def _examine(
         verdicts |= connectivity.judge_closures(repository, doubtful, damage)
         whole = [oid for oid in commits if oid not in verdicts]
         lfs = find_bad_objects(git_dir, whole, level)
-        wrong = wrong_refs(repository, git_dir, found, objects, record)
+        wrong = wrong_refs(repository, git_dir, files, objects, record)
         if not is_whole:
             proven = [oid for oid in commits if oid not in verdicts]
-            wrong = connectivity.incomplete_refs(repository, found.refs, level, proven) | wrong
+            wrong = connectivity.incomplete_refs(repository, files.refs, level, proven) | wrong
     pinned = {oid for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
     unpinned = CommitVerdict(CommitState.UNPINNED, detail="no pin keeps it")
     for oid in commits:
         verdicts.setdefault(oid, CommitVerdict(CommitState.OK) if oid in pinned else unpinned)
-    judged = [*bad_files, *wrongly_peeled(found, objects), *found.bad]
+    judged = [*bad_files, *wrongly_peeled(files, objects), *files.bad]
     bad = {one.name: one.defect for one in judged}
     packs = {name: Defect(FindingKind.PACK, reason) for name, reason in damage.packs.items()}
     # pins that only the catalog has; not those whose commit is a finding already
     bad_commits = {oid for oid, verdict in verdicts.items() if verdict.state is not CommitState.OK}
-    lost = [ref for ref in pins - found.refs.keys() if ref[-40:] not in bad_commits]
+    lost = [ref for ref in pins - files.refs.keys() if ref[-40:] not in bad_commits]
     lost_pin = Defect(FindingKind.PIN_LOST, "it is gone, and the catalog has it")
     refused = judge_blemishes(git_dir, fsck.blemishes, commits) if fsck and is_whole else {}
     of_refs = refused | dict.fromkeys(lost, lost_pin) | reached.lost
     defects = of_refs | packs | lying | lfs | bad | wrong
-    unknown = frozenset(ref for ref in found.refs if ref not in pins and is_pin(ref))
+    unknown = frozenset(ref for ref in files.refs if ref not in pins and is_pin(ref))
     return Examined(verdicts, reached, defects, unknown)
 
 
@@ -216,27 +216,27 @@ def _absent(
 
 def _reach_of(
     repository: Path,
-    found: RefFiles,
+    files: RefFiles,
     refs: Mapping[str, str],
     commits: Collection[CommitId],
-    known: Reached | None,
+    earlier: Reached | None,
     level: AuditLevel,
 ) -> Reached:
     """Find the best kind of ref that keeps each of `commits` alive, and kept refs that are gone.
 
     While the refs and `commits` stay the same, so does the result, because commits never change;
-    then `known` is returned and nothing is walked.
+    then `earlier` is returned and nothing is walked.
     """
     named = (f"{refs[ref]} {ref}" for ref in sorted(refs))
     is_quick = level is AuditLevel.QUICK  # without lost refs
-    lines = [str(is_quick), str(found.head), *sorted(commits), *named]
+    lines = [str(is_quick), str(files.head), *sorted(commits), *named]
     key = hashlib.sha256(encode_name("\n".join(lines))).hexdigest()
-    if known and known.key == key:
-        return known
+    if earlier and earlier.key == key:
+        return earlier
     graph = read_graph(repository, set(refs.values()))
     groups: dict[Reach, list[str]] = {reach: [] for reach in Reach}  # best first
     for ref, oid in refs.items():
-        groups[_reach_by(ref, found.head)].append(oid)
+        groups[_reach_by(ref, files.head)].append(oid)
     del groups[Reach.NOTHING]
     by_commit: dict[CommitId, Reach] = {}
     seen: set[str] = set()
@@ -245,10 +245,10 @@ def _reach_of(
         by_commit |= {oid: reach for oid in commits if oid in seen and oid not in by_commit}
     by_commit |= {oid: Reach.NOTHING for oid in commits if oid not in by_commit}
     lost: dict[str, Defect] = {}
-    if HISTORY in found.refs and not is_quick:
-        past = recorded_tips(repository, found.refs[HISTORY])
+    if HISTORY in files.refs and not is_quick:
+        past = recorded_tips(repository, files.refs[HISTORY])
         defect = Defect(FindingKind.REF_LOST, "it is gone, and the ref history had its commit")
-        lost = dict.fromkeys(unkept(repository, past, found.refs, graph), defect)
+        lost = dict.fromkeys(unkept(repository, past, files.refs, graph), defect)
     needed = {*refs.values(), *(oid for parents in graph.values() for oid in parents)}
     if lost or not needed <= graph.keys():  # commits are missing
         return Reached("", by_commit, lost)
@@ -272,9 +272,9 @@ def _reach_by(ref: str, head: str | None) -> Reach:
 
 
 @contextmanager
-def readable(git_dir: Path, found: RefFiles, strange: Collection[BadFile]) -> Iterator[Path]:
+def readable(git_dir: Path, files: RefFiles, strange: Collection[BadFile]) -> Iterator[Path]:
     """Return the mirror, or a stand-in where git would refuse it, or follow planted files."""
-    if not found.bad and not strange:
+    if not files.bad and not strange:
         yield git_dir
         return
     with tempfile.TemporaryDirectory(prefix="mirrord-stand-in-") as directory:
@@ -282,10 +282,10 @@ def readable(git_dir: Path, found: RefFiles, strange: Collection[BadFile]) -> It
         if strange:
             # git follows symbolic links, so their findings affect no commit
             unread = [bad for bad in strange if not is_readable_link(git_dir / bad.path)]
-            make_stand_in(git_dir, unread, found.refs, stand_in, link=os.symlink)
+            make_stand_in(git_dir, unread, files.refs, stand_in, link=os.symlink)
         else:  # one link, in case the mirror is packed during the audit
             (stand_in / "objects").symlink_to(git_dir / "objects")
-        _write_refs(stand_in, found.refs, found.head)
+        _write_refs(stand_in, files.refs, files.head)
         yield stand_in
 
 
@@ -413,8 +413,8 @@ def part_of(judged: MirrorJudgement, stores: Mapping[str, str]) -> AuditPart:
     if judged.unresolved:
         fact = f"the mirror lacks branches that instances start from: {len(judged.unresolved)}"
         ids, state = sorted(judged.unresolved), CommitState.MISSING
-        found = _finding(judged, FindingKind.MISSING, detail=fact, state=state, instances=ids)
-        findings.append(found)
+        finding = _finding(judged, FindingKind.MISSING, detail=fact, state=state, instances=ids)
+        findings.append(finding)
     open_ = [finding for finding in findings if not finding.accepted]
     broken = {finding.commit for finding in open_ if finding.state not in servable}
     bases = (row for row in judged.rows if row.role is CommitRole.BASE)

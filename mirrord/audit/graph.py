@@ -32,8 +32,8 @@ def iter_commits(git_dir: Path) -> Iterator[BatchObject]:
     # ids alone: git (2.39) dies of a pack that is too short when it lists types too
     command = ("cat-file", "--batch-all-objects", "--unordered", "--buffer")
     oids = run_git(git_dir, doing, *command, "--batch-check=%(objectname)").lines
-    known = read_objects(git_dir, (), info=oids, bisect=False, doing=doing)
-    commits = [one.oid for one in known if one.kind == "commit"]
+    objects = read_objects(git_dir, (), info=oids, bisect=False, doing=doing)
+    commits = [one.oid for one in objects if one.kind == "commit"]
     return (one for one in read_objects(git_dir, commits, doing=doing) if one.exists)
 
 

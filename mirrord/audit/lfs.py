@@ -34,7 +34,9 @@ def find_bad_objects(
             FindingKind.OBJECT,
             fault,
             tuple(
-                commit for commit in commits if any(at.oid == oid for at in needs[commit].objects)
+                commit
+                for commit in commits
+                if any(pointer.oid == oid for pointer in needs[commit].objects)
             ),
         )
         for oid, fault in faults.items()

@@ -90,7 +90,7 @@ def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> It
 def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
     pack_path, index_path = f"objects/pack/{pack.name}", f"objects/pack/{index.name}"
     try:
-        known = packs.PackIndex(index)
+        parsed = packs.PackIndex(index)
         is_sound = level is AuditLevel.QUICK or _ends_with_checksum(index)
         reason = None if is_sound else CHECKSUM_MISMATCH
     except CorruptObjectError as error:
@@ -102,14 +102,14 @@ def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
         return
     # both ends: git does not open a pack whose trailer differs from that in its index
     with open_plain(pack) as file:
-        fits = file.read(12) == struct.pack(">4sII", b"PACK", 2, known.count)
-    fits = fits and packs.pack_trailer(pack) == known.pack_checksum
+        fits = file.read(12) == struct.pack(">4sII", b"PACK", 2, parsed.count)
+    fits = fits and packs.pack_trailer(pack) == parsed.pack_checksum
     reason = CHECKSUM_MISMATCH if fits else "its checksum differs from that in its index"
     if (level is AuditLevel.CONTENT or not fits) and not _ends_with_checksum(pack):
         yield BadFile(pack_path, FileKind.PACK, reason)
     elif not fits:
         yield BadFile(index_path, FileKind.INDEX, reason)
-    elif pack.stem != f"pack-{known.pack_checksum.hex()}":
+    elif pack.stem != f"pack-{parsed.pack_checksum.hex()}":
         # git names a pack after its checksum, and a multi-pack index refers to that name
         yield BadFile(pack_path, FileKind.PACK, "its checksum differs from that in its name")
 

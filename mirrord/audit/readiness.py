@@ -58,8 +58,8 @@ def unservable_commits(newest: Mapping[str, MirrorAudit], *, accepted: bool = Fa
     """Return the commits that audits found unservable; those that [audit] accept lists, or not."""
     return {
         finding.commit
-        for each in newest.values()
-        for finding in each.findings
+        for audit in newest.values()
+        for finding in audit.findings
         if finding.commit and finding.accepted is accepted and finding.state not in SERVABLE
     }
 
@@ -100,15 +100,15 @@ class ReadinessCount:
 
     def reasons(self) -> list[str]:
         """Return why health is degraded: a reason for each dataset, the worst first."""
-        reasons = [str(each) for each in self.unserved[:_DATASETS_NAMED]]
+        reasons = [str(lack) for lack in self.unserved[:_DATASETS_NAMED]]
         if more := len(self.unserved) - len(reasons):
-            count = sum(each.count for each in self.unserved[_DATASETS_NAMED:])
+            count = sum(lack.count for lack in self.unserved[_DATASETS_NAMED:])
             reasons.append(f"{counted(more, 'more dataset')}: {count:,} cannot be served")
         return reasons
 
     def without_mirrors(self, reasons: Iterable[str]) -> list[str]:
         """Return the reasons of a health report as strangers may see them."""
-        public = {str(each): each.summary for each in self.unserved}
+        public = {str(lack): lack.summary for lack in self.unserved}
         return [public.get(reason, reason) for reason in reasons]
 
     async def refresh(self) -> bool:
@@ -140,7 +140,7 @@ class ReadinessCount:
         """Return a dataset with the number of its instances that can be checked out."""
         if self._ready is None:
             return dataset
-        unserved = next((each for each in self.unserved if each.dataset == dataset.name), None)
+        unserved = next((lack for lack in self.unserved if lack.dataset == dataset.name), None)
         reasons = [
             NotReady(mirror=mirror, reason=reason, count=count)
             for mirror, reason, count in (unserved.mirrors if unserved else ())
@@ -156,7 +156,7 @@ class ReadinessCount:
         ready: Counter[str] = Counter()
         for dataset, _, state, count in counts:
             ready[dataset] += count if state in READY else 0
-        unserved = sorted(_unserved(counts, rows), key=lambda each: (-each.count, each.dataset))
+        unserved = sorted(_unserved(counts, rows), key=lambda lack: (-lack.count, lack.dataset))
         return unserved, dict(ready)
 
 
@@ -172,8 +172,8 @@ def _unserved(
             why = mirror, _why(state, rows.get(mirror.lower()))
             of_dataset = missing.setdefault(dataset, {})
             of_dataset[why] = of_dataset.get(why, 0) + count
-    for dataset, found in missing.items():
-        worst = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    for dataset, reasons in missing.items():
+        worst = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
         mirrors = [(name, why, count) for (name, why), count in worst]
         yield Unserved(dataset, totals[dataset], mirrors)
 

@@ -222,14 +222,14 @@ def wrong_refs(
     git_dir: Path,
     files: RefFiles,
     objects: Mapping[str, BatchObject],
-    known: str | None,
+    expected: str | None,
 ) -> dict[str, Defect]:
     """Find defects by ref. `repository` has the objects of `git_dir`, readable for git.
 
-    `objects` are those that refs name, with the bytes of the newest record. `known` is a record
+    `objects` are those that refs name, with the bytes of the newest record. `expected` is a record
     that the history must have.
     """
-    defects = _wrong_refs(repository, files, objects, known)
+    defects = _wrong_refs(repository, files, objects, expected)
     if not defects:
         return {}
     ends = time.monotonic() + 10  # longer than any transaction; a crash may have left a journal
@@ -237,7 +237,7 @@ def wrong_refs(
         time.sleep(0.1)
     now = read_ref_files(git_dir)
     objects = look_up(repository, now.refs.values(), read=now.newest_record)
-    again = _wrong_refs(repository, now, objects, known)
+    again = _wrong_refs(repository, now, objects, expected)
     defects = {ref: defect for ref, defect in defects.items() if again.get(ref) == defect}
     reported: dict[str, Defect] = {}
     for kind in dict.fromkeys(defect.kind for defect in defects.values()):
@@ -249,7 +249,7 @@ def wrong_refs(
 
 
 def _wrong_refs(
-    repository: Path, files: RefFiles, objects: Mapping[str, BatchObject], known: str | None
+    repository: Path, files: RefFiles, objects: Mapping[str, BatchObject], expected: str | None
 ) -> dict[str, Defect]:
     # the finding of a pin without an object is about the commit
     dangling = [ref for ref, oid in files.refs.items() if oid not in objects and PINS not in ref]
@@ -257,15 +257,15 @@ def _wrong_refs(
     broken = {bad.path for bad in files.bad}
     tip = files.refs.get(HISTORY)
     if tip is None:
-        if (files.refs or known) and HISTORY not in broken:
+        if (files.refs or expected) and HISTORY not in broken:
             defects[HISTORY] = Defect(FindingKind.REF_LOST, "it is gone")
         return defects
     record = [objects[name] for name in blobs_of(tip) if name in objects]
     if [blob.kind for blob in record] != ["blob", "blob"]:
         return {HISTORY: Defect(FindingKind.REF_MOVED, "it does not name a record")} | defects
-    past = record_ids(repository, tip) if known not in {None, tip} else None
-    if past is not None and known not in past:
-        defects[HISTORY] = Defect(FindingKind.REF_MOVED, f"it does not lead to record {known}")
+    past = record_ids(repository, tip) if expected not in {None, tip} else None
+    if past is not None and expected not in past:
+        defects[HISTORY] = Defect(FindingKind.REF_MOVED, f"it does not lead to record {expected}")
     recorded, head, *_ = parse_record(*record)
     for ref, oid in recorded.items():
         if ref in broken or ref in defects:

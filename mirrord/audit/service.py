@@ -87,11 +87,11 @@ class Audits:
                     if key not in self.judgements or self.judgements[key].at < audit.started_at:
                         self.judgements[key] = Judgement(audit.finished_at, unservable[key])
 
-    def _note(self, key: str, at: datetime, part: protocol.AuditPart) -> None:
-        known = self.judgements.get(key)
-        if known is None or known.at <= at:
+    def _note(self, key: str, judged_at: datetime, part: protocol.AuditPart) -> None:
+        earlier = self.judgements.get(key)
+        if earlier is None or earlier.at <= judged_at:
             bad = sum(count for state, count in part.counts.items() if _is_bad(state))
-            self.judgements[key] = Judgement(at, bad)
+            self.judgements[key] = Judgement(judged_at, bad)
 
     async def run(
         self,
@@ -118,9 +118,9 @@ class Audits:
         )  # fmt: skip
         position = {row.key: number for number, row in enumerate(past)}
         names = sorted(recorded, key=lambda name: (position.get(name.key, -1), name.key))
-        known = {row.key: row.part for row in begun}
-        run.parts = {name.key: known[name.key] for name in names if name.key in known}
-        run.left = {name.key: name for name in names if name.key not in known}
+        parts = {row.key: row.part for row in begun}
+        run.parts = {name.key: parts[name.key] for name in names if name.key in parts}
+        run.left = {name.key: name for name in names if name.key not in parts}
         # of the two workers for background work one stays free; a quick audit takes both briefly
         lanes = 2 if level is AuditLevel.QUICK else 1
         pending = iter(list(run.left.values()))
@@ -268,7 +268,9 @@ class Audits:
         path = self.mirrors.path(name)
         mirror = await self.catalog.find_mirror(name.key)
         rows = await self.catalog.list_recorded(name.key, dataset)
-        unresolved = [each for _, each, _ in await self.catalog.list_unresolved(name.key, dataset)]
+        unresolved = [
+            revision for _, revision, _ in await self.catalog.list_unresolved(name.key, dataset)
+        ]
         pins = await self.catalog.list_pins(name.key)
         pinned = {pin.commit for pin in pins if is_sole_record(pin) and not dataset}
         commits = sorted({row.commit for row in rows} | pinned)
@@ -286,10 +288,10 @@ class Audits:
                 examined.defects["mirror"] = Defect(FindingKind.LAYOUT, wrong)
             return MirrorJudgement(name, rows, examined, accept, row=mirror, unresolved=unresolved)
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
-        known = self._reached.get(name.key)
+        earlier = self._reached.get(name.key)
         limit = timedelta(hours=12)
         examined = await self.mirrors.workers.run(
-            examine, path, commits, level, owned, known, record, timeout=limit
+            examine, path, commits, level, owned, earlier, record, timeout=limit
         )
         self._reached[name.key] = examined.reached
         await self._judge_pins(name, examined)
@@ -302,7 +304,7 @@ class Audits:
         without a row is no finding.
         """
         defects, verdicts = examined.defects, examined.verdicts
-        unkept = {at for at in verdicts if verdicts[at].state is CommitState.UNPINNED}
+        unkept = {commit for commit in verdicts if verdicts[commit].state is CommitState.UNPINNED}
         lost = {ref for ref, defect in defects.items() if defect.kind is FindingKind.PIN_LOST}
         unknown = set() if self.mirrors.is_busy(name) else examined.unknown
         if not lost and not unknown and not unkept:
@@ -326,7 +328,7 @@ class Audits:
             return
         name, stopping = judged.name, {FindingKind.LAYOUT, FindingKind.CONFIG, FindingKind.HEAD}
         defects = sorted(judged.examined.defects.items())
-        stops = [f"{what}: {found.reason}" for what, found in defects if found.kind in stopping]
+        stops = [f"{what}: {defect.reason}" for what, defect in defects if defect.kind in stopping]
         code = (judged.row.error or {}).get("code")
         if stops:
             error = errors.DamagedMirrorError(

@@ -311,6 +311,6 @@ async def spool_datasets(scratch: Repository, commit: str | None, records: Bundl
             raise errors.InvalidBundleError(f"cannot import the bundle: {fact}")
         spool = raw.with_name(f"rows-{number}.jsonl")
         await to_thread.run_sync(check_rows, spool)
-        known = dict(dataset) | {"name": parse_dataset_name(dataset.name), "refused": {}}
-        spools[dataset.name] = DatasetHead(**known), spool
+        fields = dict(dataset) | {"name": parse_dataset_name(dataset.name), "refused": {}}
+        spools[dataset.name] = DatasetHead(**fields), spool
     return spools

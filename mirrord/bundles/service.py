@@ -273,7 +273,7 @@ class Bundles:
     async def _write_modules(self, name: MirrorName, objects: Path) -> Refs:
         """Return the refs of the mirrors of submodules, and let `objects` borrow theirs."""
         compositions = await self.mirrors.catalog.list_compositions(name.key)
-        keys = {at.mirror.lower() for each in compositions.values() for at in each.modules}
+        keys = {sub.mirror.lower() for needs in compositions.values() for sub in needs.modules}
         refs, lenders = dict[str, str](), list[str]()
         for key in sorted(keys - {name.key}):
             row = await self.mirrors.catalog.find_mirror(key)
@@ -292,7 +292,7 @@ class Bundles:
         key, catalog = row.name.key, self.mirrors.catalog
         datasets, rows = [], {}
         async with self.mirrors.quarantine.directory("records") as directory:
-            for name in sorted({each.dataset for each in await catalog.list_recorded(key)}):
+            for name in sorted({recorded.dataset for recorded in await catalog.list_recorded(key)}):
                 if dataset := await catalog.find_dataset(name):
                     datasets.append(dataset)
                     rows[name] = directory / f"{name}.jsonl"
@@ -411,7 +411,7 @@ class Bundles:
             pins=len(pins),
             pins_taken_over=taken_over,
             datasets=restored,
-            datasets_refused=sorted({each.name for each in records.datasets} - restored.keys()),
+            datasets_refused=sorted({head.name for head in records.datasets} - restored.keys()),
         )
 
     async def _move(
@@ -468,12 +468,12 @@ def _pin_rows(
 
     Those are the pins of datasets that were not restored.
     """
-    known = {(pin.owner, pin.commit): pin for pin in records.pins}
+    recorded = {(pin.owner, pin.commit): pin for pin in records.pins}
     owners = {f"dataset/{dataset}" for dataset in restored}
     rows: dict[tuple[str, CommitId], PinRow] = {}
     taken_over = set()
     for owner, commit_id in bundle.pins:
-        pin = known.get((owner, commit_id))
+        pin = recorded.get((owner, commit_id))
         reason, created_at = (pin.reason, pin.created_at) if pin else ("", utc_now())
         row = PinRow(name, CommitId(commit_id), owner, reason, created_at)
         if owner.startswith("dataset/") and owner not in owners:

@@ -77,8 +77,8 @@ def put_report(connection: Connection, report: Report) -> None:
     _drop_old(connection, reports, reports.c.received_at)
 
 
-def _drop_old(connection: Connection, table: sa.Table, at: sa.Column[datetime]) -> None:
-    newest = select(table.c.id).order_by(at.desc(), table.c.id).limit(_KEPT)
+def _drop_old(connection: Connection, table: sa.Table, column: sa.Column[datetime]) -> None:
+    newest = select(table.c.id).order_by(column.desc(), table.c.id).limit(_KEPT)
     kept = connection.execute(newest).scalars().all()
     connection.execute(delete(table).where(table.c.id.not_in(kept)))
 

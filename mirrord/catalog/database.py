@@ -425,7 +425,7 @@ def _backups(path: Path) -> list[Path]:
 
 def _downgrade_hint(database: Database) -> str:
     path = Path(database.label)
-    usable = [each for each in _backups(path) if each.stem[-4:] <= HEAD]
+    usable = [backup for backup in _backups(path) if backup.stem[-4:] <= HEAD]
     if not database.is_sqlite or not usable:
         return "restore a copy of the catalog from before the upgrade"
     return (

@@ -184,16 +184,16 @@ def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[
         .where(recorded.c.dataset_id == row["id"], _UNPINNED)
         .order_by(*order)
     )
-    found: dict[tuple[str, str], tuple[str, set[str], set[CommitRole]]] = {}
+    by_commit: dict[tuple[str, str], tuple[str, set[str], set[CommitRole]]] = {}
     for key, commit, name, instance, role in connection.execute(query):
         # in the order of commits: all instances of the last one listed were read
-        if len(found) == limit and (key, commit) not in found:
+        if len(by_commit) == limit and (key, commit) not in by_commit:
             break
-        _, ids, roles = found.setdefault((key, commit), (name, set(), set()))
+        _, ids, roles = by_commit.setdefault((key, commit), (name, set(), set()))
         ids.add(instance)
         roles.add(CommitRole(role))
     unpinned = []
-    for (key, commit), (name, ids, roles) in found.items():
+    for (key, commit), (name, ids, roles) in by_commit.items():
         reasons = row["refused"].get(key, {})
         unpinned.append(
             UnpinnedCommit(
@@ -277,8 +277,8 @@ def iter_instances(
         query = query.where(_UNRESOLVED)
     is_sqlite = connection.dialect.name == "sqlite"  # compares bytes by default
     order = instances.c.id if is_sqlite else instances.c.id.collate("C")
-    found = connection.execute(query.order_by(order)).mappings()
-    for rows in found.yield_per(_LISTED).partitions():
+    result = connection.execute(query.order_by(order)).mappings()
+    for rows in result.yield_per(_LISTED).partitions():
         yield from _read_instances(connection, rows, "mirror_name")
 
 
@@ -391,11 +391,11 @@ def list_servable(
 
     `containing` is searched in public ids only: other ids would reveal commits.
     """
-    public, known = func.coalesce(instances.c.public_id, instances.c.id), _servable(lost)
-    columns = (public, instances.c.mirror_name, instances.c.base_commit, known)
+    public, servable = func.coalesce(instances.c.public_id, instances.c.id), _servable(lost)
+    columns = (public, instances.c.mirror_name, instances.c.base_commit, servable)
     query = of_dataset(dataset, *columns)
     if state is not None:
-        query = query.where(known == state)
+        query = query.where(servable == state)
     if mirror is not None:
         query = query.where(func.lower(instances.c.mirror_name) == mirror.lower())
     if containing:
@@ -423,11 +423,11 @@ def _servable(lost: Collection[str]) -> sa.ColumnElement[str]:
 def list_public_ids(connection: Connection, ids: Collection[str]) -> dict[str, str]:
     """Return the public ids of those ids that any dataset has."""
     public = func.coalesce(func.max(instances.c.public_id), instances.c.id)
-    known: dict[str, str] = {}
+    public_ids: dict[str, str] = {}
     for batch in in_batches(ids):
         query = select(instances.c.id, public).where(instances.c.id.in_(batch))
-        known |= dict(connection.execute(query.group_by(instances.c.id)).tuples().all())
-    return known
+        public_ids |= dict(connection.execute(query.group_by(instances.c.id)).tuples().all())
+    return public_ids
 
 
 def list_instance_ids(connection: Connection, dataset: str | None = None) -> list[str]:
@@ -503,5 +503,5 @@ def find_history_limit(connection: Connection, key: str, commit: CommitId) -> Hi
         .where(recorded.c.mirror_key == key, recorded.c.commit_id == commit)
         .where(instances.c.base_commit == commit, instances.c.history.is_not(None))
     )
-    limits = [History(each) for each in connection.execute(query.distinct()).scalars()]
-    return next((each for each in limits if all(map(each.is_within, limits))), None)
+    limits = [History(limit) for limit in connection.execute(query.distinct()).scalars()]
+    return next((limit for limit in limits if all(map(limit.is_within, limits))), None)

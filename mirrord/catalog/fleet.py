@@ -76,12 +76,12 @@ def adopt_generation(
     )
     row = {**generation._asdict(), "node": node, "published_ms": clock_ms()}
     new_generation = insert_of(connection, generations).values(mirror_key=key, **row)
-    known = sa.tuple_(generations.c.epoch, generations.c.number)
+    newest = sa.tuple_(generations.c.epoch, generations.c.number)
     connection.execute(
         new_generation.on_conflict_do_update(
             index_elements=["mirror_key"],
             set_=row,
-            where=known < (generation.epoch, generation.number),
+            where=newest < (generation.epoch, generation.number),
         )
     )
     note_changes(connection, f"{MIRROR}{key}")
@@ -153,7 +153,7 @@ def list_nodes(connection: Connection) -> list[NodeRow]:
     age = clock_ms() - nodes.c.seen_ms
     query = select(nodes.c.id, nodes.c.name, nodes.c.version, age, nodes.c.document)
     rows = connection.execute(query.where(age < _NODE_TTL_MS).order_by(age, nodes.c.id))
-    return [NodeRow(each, name, ver, ms / 1000, facts) for each, name, ver, ms, facts in rows]
+    return [NodeRow(node, name, ver, ms / 1000, doc) for node, name, ver, ms, doc in rows]
 
 
 def delete_node(connection: Connection, identity: str) -> None:

@@ -60,9 +60,9 @@ def delete_mirror(connection: Connection, key: str) -> bool:
     return existed
 
 
-def record_unchanged(connection: Connection, keys: Collection[str], at: datetime) -> None:
+def record_unchanged(connection: Connection, keys: Collection[str], synced_at: datetime) -> None:
     """Record syncs that found nothing new, in one statement."""
-    values = {"synced_at": at, "attempted_at": at, "error": None}
+    values = {"synced_at": synced_at, "attempted_at": synced_at, "error": None}
     connection.execute(update(mirrors).where(mirrors.c.key.in_(list(keys))).values(values))
 
 

@@ -17,8 +17,8 @@ Compositions = Mapping[tuple[str, CommitId], Composition]
 def find_composition(connection: Connection, key: str, commit: CommitId) -> Composition | None:
     """Find what a base commit needs; None where nothing is."""
     is_it = and_(needs.c.mirror_key == key, needs.c.commit_id == commit)
-    facts = connection.execute(select(needs.c.facts).where(is_it)).scalar()
-    return None if facts is None else _read(facts)
+    record = connection.execute(select(needs.c.facts).where(is_it)).scalar()
+    return None if record is None else _read(record)
 
 
 def list_compositions(connection: Connection, key: str) -> dict[CommitId, Composition]:
@@ -26,13 +26,13 @@ def list_compositions(connection: Connection, key: str) -> dict[CommitId, Compos
     rows = connection.execute(
         select(needs.c.commit_id, needs.c.facts).where(needs.c.mirror_key == key)
     )
-    return {CommitId(commit): _read(facts) for commit, facts in rows}
+    return {CommitId(commit): _read(record) for commit, record in rows}
 
 
-def _read(facts: dict[str, Any]) -> Composition:
-    modules = tuple(Module(*fact) for fact in facts["modules"])
-    missing = tuple((path, reason) for path, reason in facts["missing"])
-    return Composition(**{**facts, "modules": modules, "missing": missing})
+def _read(record: dict[str, Any]) -> Composition:
+    modules = tuple(Module(*fact) for fact in record["modules"])
+    missing = tuple((path, reason) for path, reason in record["missing"])
+    return Composition(**{**record, "modules": modules, "missing": missing})
 
 
 def forget_unneeded(connection: Connection) -> None:

@@ -133,9 +133,9 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
         return count
 
 
-def _resolved(row: InstanceRow, found: Found) -> InstanceRow:
+def _resolved(row: InstanceRow, by_mirror: Found) -> InstanceRow:
     """Add the base commit of the row's revision, if it was found; take commits for their tags."""
-    by_name = found.get(row.mirror.key, {})
+    by_name = by_mirror.get(row.mirror.key, {})
     row = _without_tags(row, by_name)
     base = by_name.get(row.revision or "")
     if base is None or row.base_commit is not None:
@@ -147,17 +147,17 @@ def _resolved(row: InstanceRow, found: Found) -> InstanceRow:
     return replace(row, base_commit=base, commits=tuple(dict.fromkeys(commits)))
 
 
-def _without_tags(row: InstanceRow, found: Mapping[str, CommitId]) -> InstanceRow:
+def _without_tags(row: InstanceRow, by_name: Mapping[str, CommitId]) -> InstanceRow:
     """Replace ids of annotated tags by their commits; that of the base commit is its revision."""
-    tags = [commit for commit, _ in row.commits if commit in found]
+    tags = [commit for commit, _ in row.commits if commit in by_name]
     if not tags:
         return row
     base = row.base_commit or ""
-    commits = dict.fromkeys((found.get(commit, commit), role) for commit, role in row.commits)
+    commits = dict.fromkeys((by_name.get(commit, commit), role) for commit, role in row.commits)
     return replace(
         row,
-        base_commit=found.get(base, row.base_commit),
-        revision=base if base in found else row.revision,
+        base_commit=by_name.get(base, row.base_commit),
+        revision=base if base in by_name else row.revision,
         commits=tuple(commits),
         rules=(*row.rules, "the commit of an annotated tag"),
     )
@@ -185,7 +185,7 @@ def replace_dataset(
     place: str,
     head: DatasetHead,
     spool: Path,
-    found: Found | None = None,
+    by_mirror: Found | None = None,
     compositions: Compositions = MappingProxyType({}),
 ) -> DatasetChange:
     """Replace the dataset, if any, by `head` and the spooled rows, in one transaction."""
@@ -194,7 +194,7 @@ def replace_dataset(
         lock(connection, f"dataset/{head.name}")
         dataset_id = _put_head(connection, head)
         old = _digests(connection, head.name)
-        for batch in iter_batches(spool, found):
+        for batch in iter_batches(spool, by_mirror):
             new = [(digest, row) for digest, row in batch if old.get(row.id) != digest]
             unchanged += len(batch) - len(new)
             changed = [row.id for _, row in new if row.id in old]
@@ -238,14 +238,14 @@ def _put_head(connection: Connection, head: DatasetHead) -> int:
     return int(row)
 
 
-def iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[DigestedRow]]:
+def iter_batches(spool: Path, by_mirror: Found | None = None) -> Iterator[list[DigestedRow]]:
     """Iterate over the rows of a spool in batches of a few megabytes, revisions resolved."""
     batch: list[DigestedRow] = []
     size = 0
     with spool.open("rb") as lines:
         for line in lines:
             row = decode_row(line)
-            if (resolved := _resolved(row, found or {})) is not row:
+            if (resolved := _resolved(row, by_mirror or {})) is not row:
                 row, line = resolved, encode_row(resolved)
             batch.append((row_digest(line), row))
             size += len(line)

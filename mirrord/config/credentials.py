@@ -84,7 +84,7 @@ def one_each(entries: tuple[CredentialSettings, ...]) -> tuple[CredentialSetting
     urls: set[str] = set()
     for number, entry in enumerate(entries):
         if (url := entry.url.rstrip("/")) in urls:
-            facts = {"url": entry.url, "place": (number, "url")}
-            raise PydanticCustomError("twice", "{url} occurs twice", facts)
+            context = {"url": entry.url, "place": (number, "url")}
+            raise PydanticCustomError("twice", "{url} occurs twice", context)
         urls.add(url)
     return entries

@@ -151,8 +151,8 @@ def _distinct(mirrors: tuple[MirrorSettings, ...]) -> tuple[MirrorSettings, ...]
     seen: set[str] = set()
     for number, mirror in enumerate(mirrors):
         if mirror.repo.lower() in seen:
-            facts = {"repo": mirror.repo, "place": (number, "repo")}
-            raise PydanticCustomError("twice", "{repo} occurs twice", facts)
+            context = {"repo": mirror.repo, "place": (number, "repo")}
+            raise PydanticCustomError("twice", "{repo} occurs twice", context)
         seen.add(mirror.repo.lower())
     return mirrors
 

@@ -185,8 +185,8 @@ credential_url = _like(
 
 
 def listen(value: str) -> str:
-    found = _LISTEN.fullmatch(value)
-    if value and not (found and 0 < int(found[1]) < 1 << 16):
+    match = _LISTEN.fullmatch(value)
+    if value and not (match and 0 < int(match[1]) < 1 << 16):
         raise ValueError(f"{shown(value)} is not host:port, such as 127.0.0.1:8780 or [::1]:8780")
     return value.lower()
 
@@ -218,6 +218,6 @@ Restart = object()
 """Marks a setting that is read only at start, so that a reload refuses its change."""
 
 
-def did_you_mean(wrong: str, known: Sequence[str], otherwise: Sequence[str] = ()) -> str:
-    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6) or otherwise
+def did_you_mean(wrong: str, words: Sequence[str], otherwise: Sequence[str] = ()) -> str:
+    close = difflib.get_close_matches(wrong, words, n=1, cutoff=0.6) or otherwise
     return f"; did you mean {close[0]}?" if close else ""

@@ -29,8 +29,8 @@ def credentials(settings: Settings) -> Result:
         except MirrordError as error:
             faults.append(error)
     if faults:
-        facts = "; ".join(error.message for error in faults)
-        return "fail", facts, "; ".join(error.hint or "" for error in faults)
+        detail = "; ".join(error.message for error in faults)
+        return "fail", detail, "; ".join(error.hint or "" for error in faults)
     count = len(settings.credential) - len(daemons)
     fact = f"{count} can be read" if settings.credential else "none configured"
     return "ok", f"{fact}, {len(daemons)} by the daemon alone" if daemons else fact, ""

@@ -53,8 +53,10 @@ _UNSUITABLE = {
 def file_system(settings: Settings) -> Result:
     kind = find_mount(settings.state_dir).kind
     family = "9p" if kind.startswith("9p") else kind
-    known = _UNSUITABLE.get(family) or (_REMOTE if kind.startswith("fuse") else None)
-    return judge(known is None, f"{kind}: {known}" if known else kind, _USE_LOCAL, otherwise="warn")
+    reason = _UNSUITABLE.get(family) or (_REMOTE if kind.startswith("fuse") else None)
+    return judge(
+        reason is None, f"{kind}: {reason}" if reason else kind, _USE_LOCAL, otherwise="warn"
+    )
 
 
 _SLOW_OPTIONS = {

@@ -77,15 +77,15 @@ def _git_package() -> str | None:
     with suppress(OSError):
         packages = Path("/var/lib/dpkg/status").read_text(encoding="utf-8", errors="replace")
         # a paragraph for each package; Debian's version of git has an epoch (1:2.39.5-0+deb12u3)
-        if found := re.search(r"(?m)^Package: git\n(?:.+\n)*?Version: (?:\d+:)?(.+)", packages):
-            return found[1]
+        if match := re.search(r"(?m)^Package: git\n(?:.+\n)*?Version: (?:\d+:)?(.+)", packages):
+            return match[1]
     return "a package" if any(map(os.path.isdir, _PACKAGES)) else None
 
 
 def setpriv(settings: Settings) -> Result:
-    found = shutil.which("setpriv", path=search_path())
-    fact = found or "setpriv is not installed"
-    return judge(found is not None, fact, "install util-linux: git would outlive a killed daemon")
+    path = shutil.which("setpriv", path=search_path())
+    fact = path or "setpriv is not installed"
+    return judge(path is not None, fact, "install util-linux: git would outlive a killed daemon")
 
 
 def packages(settings: Settings) -> Result:
@@ -231,19 +231,19 @@ def processes(settings: Settings) -> Result:
 
 def namespaces(settings: Settings) -> Result:
     """Check settings that sandboxes and idmapped mounts need; not every kernel has them."""
-    found, remedies = [], []
+    lines, remedies = [], []
     for name, minimum in _NAMESPACES.items():
         with suppress(FileNotFoundError):
             value = _kernel_setting(name)
             key = name.replace("/", ".")
-            found.append(f"{key} is {value}")
+            lines.append(f"{key} is {value}")
             if value < minimum:
                 remedies.append(f"`sysctl -w {key}={minimum}`")
     with suppress(FileNotFoundError):
         if _kernel_setting(_RESTRICTED):
-            found.append("AppArmor restricts user namespaces")
+            lines.append("AppArmor restricts user namespaces")
             remedies.append("give bwrap an AppArmor profile with `userns,`")
-    return judge(not remedies, ", ".join(found), "; ".join(remedies), otherwise="warn")
+    return judge(not remedies, ", ".join(lines), "; ".join(remedies), otherwise="warn")
 
 
 _NAMESPACES = {

@@ -72,10 +72,10 @@ class Scrubber:
             return {self.text(key): self.value(item) for key, item in value.items()}
         return value
 
-    def facts(self, facts: dict[str, Any], with_detail: bool = False) -> dict[str, Any]:
+    def facts(self, members: dict[str, Any], with_detail: bool = False) -> dict[str, Any]:
         """Keep numbers and members with known names, in nested objects too; `detail` on request."""
         kept: dict[str, Any] = {}
-        for key, value in facts.items():
+        for key, value in members.items():
             is_id = key in _IDS and isinstance(value, str) and _OPAQUE.fullmatch(value)
             if is_id or value is None or isinstance(value, (bool, int, float)):
                 kept[key] = value
@@ -89,10 +89,10 @@ class Scrubber:
                 kept[f"{key}_count"] = len(value)
         return kept
 
-    def event(self, name: str, facts: dict[str, Any]) -> dict[str, Any]:
+    def event(self, name: str, members: dict[str, Any]) -> dict[str, Any]:
         """Scrub the fields of an event or a log line; of a traceback the frames stay."""
-        kept = self.facts(facts, with_detail=name.startswith(_EVENTS_WITH_DETAIL))
-        if isinstance(trace := facts.get("exception"), str):
+        kept = self.facts(members, with_detail=name.startswith(_EVENTS_WITH_DETAIL))
+        if isinstance(trace := members.get("exception"), str):
             kept["exception"] = self.frames(trace)
         return kept
 

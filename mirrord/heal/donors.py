@@ -140,8 +140,8 @@ class Donors:
             except StoppingError:
                 raise
             except MirrordError as error:
-                facts = {"donor": STORE, "code": error.code, "detail": error.message}
-                log.warning("donor.failed", **facts)
+                fields = {"donor": STORE, "code": error.code, "detail": error.message}
+                log.warning("donor.failed", **fields)
                 self.refusals[STORE] = error.message
         yield into if into.exists() else None
 
@@ -279,8 +279,8 @@ async def open_store(mirrors: Mirrors, name: MirrorName) -> "StoreDonor | None":
         return None
     with with_obstore():
         from ..fleet.restore import find_donor  # noqa: PLC0415  (an extra)
-    known = (await mirrors.catalog.list_generations([name.key])).get(name.key)
-    return await anyio.to_thread.run_sync(find_donor, url, name, known)
+    generation = (await mirrors.catalog.list_generations([name.key])).get(name.key)
+    return await anyio.to_thread.run_sync(find_donor, url, name, generation)
 
 
 @asynccontextmanager

@@ -61,20 +61,20 @@ class RefPlan:
 
 
 def plan_refs(
-    stand_in: Path, files: RefFiles, default_branch: str | None, known: str | None
+    stand_in: Path, files: RefFiles, default_branch: str | None, record: str | None
 ) -> RefPlan:
     """Plan the refs. `stand_in` has the readable refs, and every object that was found.
 
-    `known` is a record that the history must have.
+    `record` is a record that the history must have.
     """
     plan = RefPlan()
     wrong = {bad.path for bad in files.bad if bad.path.startswith("refs/")}
     plan.restore = {ref: oid for ref in wrong if (oid := audited.oid_in_name(ref))}
     plan.drop = wrong - plan.restore.keys()
-    history, plan.branches = _history(stand_in, files, known)
+    history, plan.branches = _history(stand_in, files, record)
     if history and files.refs.get(HISTORY) != history:
         plan.restore[HISTORY] = history
-        is_older = known != history and (known or HISTORY in files.refs)
+        is_older = record != history and (record or HISTORY in files.refs)
         plan.remnant = history if is_older else None
     tips = plan.branches or ((history,) if history else ())
     past = {oid for tip in tips for oid in audited.recorded_tips(stand_in, tip)}
@@ -95,7 +95,7 @@ def plan_refs(
     moved = {ref: oid for ref, oid in files.refs.items() if refs.get(ref) != oid}
     astray = {*files.astray.values(), *moved.values()}
     if plan.remnant:
-        astray.discard(str(known))  # an incomplete record
+        astray.discard(str(record))  # an incomplete record
     kinds = object_kinds(stand_in, astray - set(refs.values()))
     plan.restore |= {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
     plan.restore |= audited.unkept(stand_in, past | astray, plan.refs(files))
@@ -110,18 +110,18 @@ def plan_refs(
 
 
 def _history(
-    stand_in: Path, files: RefFiles, known: str | None
+    stand_in: Path, files: RefFiles, record: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Find the tip of the ref history; and both tips, if it lost `known` and got records since."""
+    """Find the tip of the ref history; and both tips, if it lost `record` and got records since."""
     tip = files.refs.get(HISTORY)
     tip = tip if tip and audited.is_record(stand_in, tip) else None
-    if known is None or not audited.is_record(stand_in, known):
+    if record is None or not audited.is_record(stand_in, record):
         return tip or _find_history(stand_in, files.refs), ()
-    past = audited.record_ids(stand_in, known)
+    past = audited.record_ids(stand_in, record)
     since = audited.record_ids(stand_in, tip) if tip else set()
     if tip is None or past is None or since is None or tip in past:
-        return known, ()
-    return tip, () if known in since else (known, tip)
+        return record, ()
+    return tip, () if record in since else (record, tip)
 
 
 def _find_history(stand_in: Path, refs: Mapping[str, str]) -> str | None:
@@ -174,12 +174,12 @@ class DamagedFiles:
         files = []
         for bad in sorted(bad_files):
             file = git_dir / bad.path
-            facts = bad._asdict() | {"kind": str(bad.kind), "size_bytes": None, "sha256": None}
+            entry = bad._asdict() | {"kind": str(bad.kind), "size_bytes": None, "sha256": None}
             if file.is_file() and not file.is_symlink():
                 with file.open("rb") as stream:
-                    facts["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
-                facts["size_bytes"] = file.stat().st_size
-            files.append(facts)
+                    entry["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
+                entry["size_bytes"] = file.stat().st_size
+            files.append(entry)
         record = {"mirror": str(name), "at": now.isoformat(), "files": files}
         write_durably(self.path / "record.json", json.dumps(record, indent=1).encode())
         # each may be new, and a new name is durable only once the directory above is flushed

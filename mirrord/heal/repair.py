@@ -75,25 +75,25 @@ class MirrorRepair:
 
     async def perform(self) -> Repair:
         self._report("look for damage")
-        found = await self.workers.run(read_ref_files, self.git_dir, timeout=TIMEOUT)
+        files = await self.workers.run(read_ref_files, self.git_dir, timeout=TIMEOUT)
         bad_files = await self._find_bad_files()
         await anyio.to_thread.run_sync(
-            make_stand_in, self.git_dir, bad_files, found.refs, self.stand_in
+            make_stand_in, self.git_dir, bad_files, files.refs, self.stand_in
         )
         await self._salvage(bad_files)
         record = self.donors.row.history
-        known = {record} if record else set()
-        missing = await self._collect({*self.recorded, *found.refs.values(), *known})
+        records = {record} if record else set()
+        missing = await self._collect({*self.recorded, *files.refs.values(), *records})
         branch = self.donors.row.default_branch
         plan = await self.workers.run(
-            plan_refs, self.stand_in, found, branch, record, timeout=TIMEOUT
+            plan_refs, self.stand_in, files, branch, record, timeout=TIMEOUT
         )
-        if known & missing.all:
+        if records & missing.all:
             lost = f"record {record} was lost, and no donor has it"
             self.history = f"{lost}; continued from what is here"
-        if plan.restore or known & missing.all:
-            missing = await self._collect({*self.recorded, *plan.refs(found).values()})
-        refs = plan.refs(found)
+        if plan.restore or records & missing.all:
+            missing = await self._collect({*self.recorded, *plan.refs(files).values()})
+        refs = plan.refs(files)
         if plan.branches:
             await self._write_history(refs, plan, plan.branches, "joined by a heal")
             self.history = "it was moved back; continued from both of its branches"
@@ -101,15 +101,15 @@ class MirrorRepair:
             HISTORY not in refs or (missing and await self._missing({refs[HISTORY]}))
         ):  # records are missing, and only a bundle can have them
             await self._restart_history(refs, plan)
-            missing = await self._collect({*self.recorded, *plan.refs(found).values()})
+            missing = await self._collect({*self.recorded, *plan.refs(files).values()})
         elif plan.remnant:
             await self._write_history(refs, plan, [plan.remnant], "continued by a heal")
             self.history = "its newest records were lost; continued from what is here"
         plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
-        replaced = [bad for bad in bad_files if self._is_replaceable(bad, missing.all)] + found.bad
-        if plan.head != found.head and not any(bad.path == "HEAD" for bad in replaced):
-            replaced.append(BadFile("HEAD", FileKind.HEAD, f"it named {found.head}"))
-        replaced += [*self._replaced_refs(found, plan), *self._outdated(replaced, missing)]
+        replaced = [bad for bad in bad_files if self._is_replaceable(bad, missing.all)] + files.bad
+        if plan.head != files.head and not any(bad.path == "HEAD" for bad in replaced):
+            replaced.append(BadFile("HEAD", FileKind.HEAD, f"it named {files.head}"))
+        replaced += [*self._replaced_refs(files, plan), *self._outdated(replaced, missing)]
         return await self._publish(missing, replaced, plan)
 
     async def _publish(self, missing: Missing, replaced: list[BadFile], plan: RefPlan) -> Repair:
@@ -153,20 +153,20 @@ class MirrorRepair:
             self.donors.progress(Progress(unit="steps", note=f"{self.name}: {note}"))
 
     async def _find_bad_files(self) -> list[BadFile]:
-        found = await self.workers.run(
+        bad_files = await self.workers.run(
             find_bad_files, self.git_dir, AuditLevel.CONTENT, timeout=TIMEOUT
         )
-        paths = {bad.path for bad in found}
+        paths = {bad.path for bad in bad_files}
         for name, defect in self.suspects.items():
             path = name if name.startswith("objects/") else f"objects/pack/{name}"
             if path in paths or not (self.git_dir / path).is_file():
                 continue
             if defect.kind is FindingKind.PACK and name.endswith(".pack"):
                 reason = "an object in it is not what its index says"
-                found.append(BadFile(path, FileKind.PACK, reason))
+                bad_files.append(BadFile(path, FileKind.PACK, reason))
             elif defect.kind is FindingKind.DERIVED:
-                found.append(BadFile(path, FileKind.DERIVED, defect.reason))
-        return found
+                bad_files.append(BadFile(path, FileKind.DERIVED, defect.reason))
+        return bad_files
 
     async def _salvage(self, bad_files: Collection[BadFile]) -> None:
         """Take the intact objects of damaged packs, needed or not, and make the packs donors.
@@ -183,8 +183,8 @@ class MirrorRepair:
                 bad = await self.workers.run(salvage, pack, into, timeout=TIMEOUT)
                 await self.transfer.take_all(name, into, bad)
             except (errors.CorruptObjectError, errors.GitFailedError) as error:
-                facts = {"mirror": str(self.name), "pack": pack.name, "detail": error.message}
-                log.warning("salvage.failed", **facts)
+                fields = {"mirror": str(self.name), "pack": pack.name, "detail": error.message}
+                log.warning("salvage.failed", **fields)
             else:
                 borrow_from(into, self.stand_in)
                 self.salvaged[pack.stem] = Donor(name, partial(lend, into))
@@ -225,8 +225,8 @@ class MirrorRepair:
                 except (errors.DiskFullError, errors.StoppingError):
                     raise
                 except errors.MirrordError as error:
-                    facts = {"donor": donor.name, "code": error.code, "detail": error.message}
-                    log.warning("donor.failed", **facts)
+                    fields = {"donor": donor.name, "code": error.code, "detail": error.message}
+                    log.warning("donor.failed", **fields)
                     self.donors.refusals[donor.name] = error.message
                     break
                 missing = await self._missing(tips)
@@ -248,9 +248,9 @@ class MirrorRepair:
                 continue
             try:
                 await must_be_history(stand_in, record)
-                at = (await list_records(stand_in, limit=1, start=record))[0].at
-                if best is None or at > best[0]:
-                    best = at, record, bundle
+                when = (await list_records(stand_in, limit=1, start=record))[0].at
+                if best is None or when > best[0]:
+                    best = when, record, bundle
             except errors.MirrordError:
                 continue
         name = best[2].name if best else None
@@ -258,11 +258,13 @@ class MirrorRepair:
         parents, why = list[str](), RESTARTED
         self.history = "its records were lost, and no bundle has them; a new one was begun"
         if best:
-            at, record, bundle = best
+            when, record, bundle = best
             kept = {f"{KEPT}{oid}": oid for oid in bundle.refs.kept}
             plan.restore |= {ref: oid for ref, oid in kept.items() if ref not in refs}
             parents, why = [record], "continued by a heal"
-            self.history = f"its records were lost; continued from those of {at:%Y-%m-%d} in {name}"
+            self.history = (
+                f"its records were lost; continued from those of {when:%Y-%m-%d} in {name}"
+            )
         await self._write_history({**refs, **plan.restore}, plan, parents, why)
 
     async def _write_history(
@@ -289,12 +291,12 @@ class MirrorRepair:
             return not is_readable_link(self.git_dir / bad.path)
         return bad.kind is not FileKind.LOOSE or bad.object_id not in unhealed
 
-    def _replaced_refs(self, found: RefFiles, plan: RefPlan) -> list[BadFile]:
+    def _replaced_refs(self, files: RefFiles, plan: RefPlan) -> list[BadFile]:
         """List the files that restoring refs overwrites, so that they are kept too."""
-        listed = {bad.path for bad in found.bad}
-        changed = [ref for ref in [*plan.restore, *plan.drop] if ref in found.refs]
+        listed = {bad.path for bad in files.bad}
+        changed = [ref for ref in [*plan.restore, *plan.drop] if ref in files.refs]
         loose = [ref for ref in changed if (self.git_dir / ref).is_file() and ref not in listed]
-        bad = [BadFile(ref, FileKind.REF, f"it named {found.refs[ref]}") for ref in loose]
+        bad = [BadFile(ref, FileKind.REF, f"it named {files.refs[ref]}") for ref in loose]
         is_packed = "packed-refs" not in listed and (self.git_dir / "packed-refs").exists()
         suspect = self.suspects.get("packed-refs")
         if is_packed and (plan.restore or plan.drop or suspect):
@@ -337,14 +339,14 @@ class Heals:
 
     async def open(self) -> None:
         """Schedule heals of the mirrors that the last heals before the start left unhealed."""
-        known: set[str] = set()
+        seen: set[str] = set()
         for audit in await self.catalog.list_audits():
             unhealed = _unhealed_mirrors(audit)
-            for mirror in unhealed.keys() - known:
+            for mirror in unhealed.keys() - seen:
                 if unhealed[mirror]:
                     name = MirrorName.parse(mirror)
                     self._unhealed[name.key] = (name, _backoff(), time.monotonic())
-            known |= unhealed.keys()
+            seen |= unhealed.keys()
 
     def settle(self, audit: Audit) -> None:
         """Unschedule the mirrors that an audit found sound."""
@@ -355,7 +357,7 @@ class Heals:
     def due(self) -> list[MirrorName]:
         """List the mirrors to heal again now."""
         now = time.monotonic()
-        return [name for name, _, at in self._unhealed.values() if at <= now]
+        return [name for name, _, when in self._unhealed.values() if when <= now]
 
     @contextmanager
     def lending(self, bundle: Path) -> Iterator[None]:
@@ -391,8 +393,8 @@ class Heals:
 
     def _postpone(self, name: MirrorName) -> None:
         _, backoff, _ = self._unhealed.get(name.key, (name, _backoff(), math.inf))
-        at = time.monotonic() + backoff.next().total_seconds()
-        self._unhealed[name.key] = (name, backoff, at)
+        due_at = time.monotonic() + backoff.next().total_seconds()
+        self._unhealed[name.key] = (name, backoff, due_at)
 
     async def _repair(self, judged: MirrorJudgement, progress: ProgressSink | None) -> Repair:
         row = await self.catalog.find_mirror(judged.name.key)
@@ -414,9 +416,9 @@ class Heals:
                 await self.mirrors.quarantine.discard(path)
                 raise refused
             # after a lost record, the history on disk is the right one
-            known = None if repair.history else row.history
+            record = None if repair.history else row.history
             repository = self.mirrors.repository(row.name)
-            columns = await columns_of(repository, known)
+            columns = await columns_of(repository, record)
             if row.synced_at is None and (newest := await list_records(repository, limit=1)):
                 columns["synced_at"] = newest[0].at
             await self.catalog.update_mirror(row.name.key, **columns)
@@ -459,8 +461,8 @@ class Heals:
         except errors.StoppingError:
             raise
         except errors.MirrordError as error:
-            facts = {"donor": STORE, "code": error.code, "detail": error.message}
-            log.warning("donor.failed", mirror=str(name), **facts)
+            fields = {"donor": STORE, "code": error.code, "detail": error.message}
+            log.warning("donor.failed", mirror=str(name), **fields)
             return False
         return True
 
@@ -471,6 +473,6 @@ def _unhealed_mirrors(audit: Audit) -> dict[str, bool]:
     Only an audit at level `content` can tell that a mirror is sound.
     """
     tried = {repair.mirror: bool(repair.unhealed_count or repair.error) for repair in audit.repairs}
-    found = {finding.mirror for finding in audit.findings if not finding.accepted}
-    sound = set(audit.mirrors) - found if audit.level is AuditLevel.CONTENT else set[str]()
+    damaged = {finding.mirror for finding in audit.findings if not finding.accepted}
+    sound = set(audit.mirrors) - damaged if audit.level is AuditLevel.CONTENT else set[str]()
     return dict.fromkeys(sound, False) | tried

@@ -131,10 +131,10 @@ def _mount_of(fields: list[bytes]) -> Mount:
     end = fields.index(b"-", 6)
     tags = [tag.partition(b":") for tag in fields[6:end]]
     groups = frozenset(group for kind, _, group in tags if kind in (b"shared", b"master"))
-    root, at, source = map(_unescape, (fields[3], fields[4], fields[end + 2]))
+    root, point, source = map(_unescape, (fields[3], fields[4], fields[end + 2]))
     kind, device = fields[end + 1].decode(), fields[2].decode()
     options = frozenset(os.fsdecode(b",".join((fields[5], fields[end + 3]))).split(","))
-    return Mount(kind, source, device, root, at, options, groups)
+    return Mount(kind, source, device, root, point, options, groups)
 
 
 def _unescape(field: bytes) -> str:

@@ -179,9 +179,9 @@ class RemoteMounter:
                     raise BackendUnavailableError(fact, hint=hint) from error
                 hint = "try again; see the log of mirrord-mount.service"
                 raise ResourceError(fact, hint=hint) from error
-        facts: dict[str, Any] = loads(answer)
-        if (problem := facts.get("problem")) is None:
-            return facts, descriptors
+        reply: dict[str, Any] = loads(answer)
+        if (problem := reply.get("problem")) is None:
+            return reply, descriptors
         if problem.get("code") == "gone":
             raise FileNotFoundError(problem["errno"], problem["detail"])
         raise from_problem(problem)

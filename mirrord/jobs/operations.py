@@ -122,8 +122,8 @@ class Operations:
 
         Forgets this user's oldest ended operations, seen or not, over a hundred.
         """
-        own = {name: each for name, each in self._records.items() if each.owner_uid == uid}
-        ended = [identity for identity, each in own.items() if not each.is_running]
+        own = {name: record for name, record in self._records.items() if record.owner_uid == uid}
+        ended = [identity for identity, record in own.items() if not record.is_running]
         if len(own) - len(ended) >= RUNNING_OF_MEMBER:
             raise errors.TooManyRequestsError(
                 f"cannot start another operation: {RUNNING_OF_MEMBER} of this user are running",
@@ -145,8 +145,10 @@ class Operations:
     def running(self, *, owner_uid: int | None = None) -> builtins.list[Operation]:
         """List running operations, oldest first, then queued ones."""
         records = [self._records[identity] for identity in self._tasks]
-        visible = [each for each in records if owner_uid in {None, each.owner_uid}]
-        return [each.current() for each in sorted(visible, key=lambda r: r.progress.note == QUEUED)]
+        visible = [record for record in records if owner_uid in {None, record.owner_uid}]
+        return [
+            record.current() for record in sorted(visible, key=lambda r: r.progress.note == QUEUED)
+        ]
 
     async def wait(self, identity: str, *, timeout: timedelta | None = None) -> Operation:
         """Wait for the end of an operation up to `timeout`, and return it. Does not cancel it."""
@@ -244,9 +246,9 @@ class Operations:
         surplus = len(self._records) - _KEPT
         if surplus <= 0:
             return
-        known = self._records.items()
-        seen = (identity for identity, each in known if each.is_seen)
-        ended = (identity for identity, each in known if not each.is_running)
+        records = self._records.items()
+        seen = (identity for identity, record in records if record.is_seen)
+        ended = (identity for identity, record in records if not record.is_running)
         unseen_surplus = max(len(self._records) - _KEPT_UNSEEN, 0)
         for identity in [*islice(seen, surplus)] or [*islice(ended, unseen_surplus)]:
             del self._records[identity]

@@ -117,8 +117,8 @@ class Watch:
     async def _unhandled(self) -> dict[Path, Signature]:
         """Files that count, in a state not handled before; forgets files that are gone."""
         signatures = await anyio.to_thread.run_sync(_signatures, self._directory, self._matches)
-        self._handled = {path: each for path, each in self._handled.items() if path in signatures}
-        return {path: each for path, each in signatures.items() if self._handled.get(path) != each}
+        self._handled = {path: seen for path, seen in self._handled.items() if path in signatures}
+        return {path: seen for path, seen in signatures.items() if self._handled.get(path) != seen}
 
 
 class _ChangeHandler(FileSystemEventHandler):

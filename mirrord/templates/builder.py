@@ -123,12 +123,12 @@ class StoreBuilder:
     def find(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore | None:
         """Return the finished store, None where it is not on disk."""
         key = (name.key, commit, history)
-        known = self._found.get(key)
-        store = known or disk.load(self.path(name, commit, history), name)
+        cached = self._found.get(key)
+        store = cached or disk.load(self.path(name, commit, history), name)
         if store is None or not store.git.exists():
             self._found.pop(key, None)
             return None
-        if known is None:
+        if cached is None:
             self._note(store)
         self.used_at[store.path] = time.time()
         return store
@@ -144,10 +144,10 @@ class StoreBuilder:
                 "cannot seal a linked checkout: it shows the whole mirror",
                 hint="ask for sealed or squashed",
             )
-        found = self.find(name, commit, history)
-        self.hits += found is not None
-        self.misses += found is None
-        return found or await self._builds.join(
+        store = self.find(name, commit, history)
+        self.hits += store is not None
+        self.misses += store is None
+        return store or await self._builds.join(
             f"{name.key} {commit} {history}", lambda _: self._build(name, commit, history)
         )
 
@@ -282,8 +282,8 @@ class StoreBuilder:
             with disk.building(directory, self.trash) as temporary:
                 git, scratch = temporary / ".git", temporary / "scratch"
                 if history is History.SQUASHED:
-                    found = await self.commits.get(name, commit)
-                    contents = await self._squashed(name, found, scratch)
+                    resolved = await self.commits.get(name, commit)
+                    contents = await self._squashed(name, resolved, scratch)
                 else:
                     contents = await self._sealed(name, commit)
                 composition = await self.composition_of(name, commit)
@@ -320,8 +320,8 @@ class StoreBuilder:
             self._note(store)
         finally:
             self._building[name.key] -= 1
-        facts = {"packs": len(store.packs), "tags": store.tag_count}
-        log.info("store.built", mirror=str(name), commit=commit, history=str(history), **facts)
+        counts = {"packs": len(store.packs), "tags": store.tag_count}
+        log.info("store.built", mirror=str(name), commit=commit, history=str(history), **counts)
         return store
 
     async def _place(
@@ -331,7 +331,7 @@ class StoreBuilder:
         run, mirror = self.workers.run, self.mirrors_path(name)
         if composition.pointers:
             await run(place_objects, mirror, commit, top / ".git", timeout=_PLACE_TIMEOUT)
-        for module in sorted(composition.modules, key=lambda each: each.path.count("/")):
+        for module in sorted(composition.modules, key=lambda part: part.path.count("/")):
             sub = MirrorName.parse(module.mirror)
             store = await self.ensure(sub, CommitId(module.commit), History.SEALED)
             with self.holding(store):
@@ -344,9 +344,9 @@ class StoreBuilder:
             whole = whole_of(self.mirrors_path, name, commit, composition)
             await run(compose, target, [whole], timeout=_PLACE_TIMEOUT)
 
-    def recompose(self, found: Mapping[tuple[str, CommitId], Composition]) -> None:
+    def recompose(self, compositions: Mapping[tuple[str, CommitId], Composition]) -> None:
         """Discard stores with other submodules than an import has found now."""
-        for (key, commit), composition in found.items():
+        for (key, commit), composition in compositions.items():
             for history in (History.SEALED, History.SQUASHED):
                 for name in self._names_of(key):
                     store = self.find(name, commit, history)
@@ -356,17 +356,17 @@ class StoreBuilder:
                             self.trash.add(discarded)
 
     def _names_of(self, key: str) -> list[MirrorName]:
-        found = (path.name for path in self._root.iterdir() if path.name.lower() == key)
-        return [MirrorName.parse(name) for name in found]
+        names = (path.name for path in self._root.iterdir() if path.name.lower() == key)
+        return [MirrorName.parse(name) for name in names]
 
     async def _sealed(self, name: MirrorName, commit: CommitId) -> _StoreFiles:
-        found, packs, tags = await together(
+        resolved, packs, tags = await together(
             self.commits.get(name, commit),
             self._closures.ensure(name, commit),
             self._tags.list(self.mirrors_path(name)),
         )
         shown = await self._tags.within(tags, [pack.index for pack in packs])
-        return _StoreFiles(commit, found.tree, packs, tuple(shown), self._find_graph(packs))
+        return _StoreFiles(commit, resolved.tree, packs, tuple(shown), self._find_graph(packs))
 
     def _find_graph(self, packs: Sequence[PackFile]) -> Path | None:
         """Return the commit-graph up to the last large pack; None, and writes it after the answer,
@@ -374,7 +374,7 @@ class StoreBuilder:
 
         git reads later commits from the packs. Like packs, the graph is not flushed.
         """
-        large = [at for at, pack in enumerate(packs, 1) if pack.object_count >= GRAPH_MIN_OBJECTS]
+        large = [end for end, pack in enumerate(packs, 1) if pack.object_count >= GRAPH_MIN_OBJECTS]
         if not large:
             return None
         chain = packs[: large[-1]]
@@ -385,15 +385,15 @@ class StoreBuilder:
         self._deferred.begin(("commit-graph", graph), work)
         return None
 
-    async def _squashed(self, name: MirrorName, found: Resolved, scratch: Path) -> _StoreFiles:
+    async def _squashed(self, name: MirrorName, resolved: Resolved, scratch: Path) -> _StoreFiles:
         """Write the squashed commit as a loose object in `scratch`, and pack it from there."""
-        head, body = squashed_commit(found)
+        head, body = squashed_commit(resolved)
         file = scratch / "objects" / head[:2] / head[2:]
         file.parent.mkdir(parents=True)
         file.write_bytes(zlib.compress(body))
         mirror = self.mirrors_path(name)
         pack = await self._closures.packer.pack_range(mirror, head, None, scratch)
-        return _StoreFiles(head, found.tree, [pack], [])
+        return _StoreFiles(head, resolved.tree, [pack], [])
 
 
 _SQUASHED = """tree {tree}
@@ -406,9 +406,9 @@ The history before this commit is not part of the checkout.
 """
 
 
-def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:
+def squashed_commit(resolved: Resolved) -> tuple[CommitId, bytes]:
     """Return the id and the object of the only commit of a squashed checkout."""
-    body = _SQUASHED.format(tree=found.tree, time=found.time).encode()
+    body = _SQUASHED.format(tree=resolved.tree, time=resolved.time).encode()
     body = b"commit %d\0%s" % (len(body), body)
     return CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest()), body
 

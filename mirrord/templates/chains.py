@@ -28,9 +28,9 @@ class PackLayer:
     size_bytes: int = 0
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> "PackLayer":
+    def of(cls, record: Mapping[str, Any]) -> "PackLayer":
         """Read a record, maybe of another version; TypeError where a field is missing."""
-        return cls(**{name: facts[name] for name in cls.__slots__ if name in facts})
+        return cls(**{name: record[name] for name in cls.__slots__ if name in record})
 
     def packed(self, pack: str, object_count: int, size_bytes: int) -> "PackLayer":
         return replace(self, pack=pack, object_count=object_count, size_bytes=size_bytes)
@@ -41,26 +41,28 @@ Layers = Mapping[CommitId, PackLayer]
 
 def chain(layers: Layers, commit: CommitId) -> list[PackLayer]:
     """Return the layers from the root up to `commit`; KeyError where one is missing."""
-    found = [layers[commit]]
-    while (base := found[-1].base) is not None:
-        found.append(layers[base])
-    return found[::-1]
+    chained = [layers[commit]]
+    while (base := chained[-1].base) is not None:
+        chained.append(layers[base])
+    return chained[::-1]
 
 
-def choose_root(known: Layers, line: Sequence[CommitId], recorded: Collection[CommitId]) -> int:
+def choose_root(layers: Layers, line: Sequence[CommitId], recorded: Collection[CommitId]) -> int:
     """Return the position on `line`, newest first, of the commit whose whole closure is packed.
 
     It is the oldest recorded commit, so that all later ones share its pack. Where there is none,
     it lies 256 steps below the requested commit, so that older neighbours share it; 8192 once a
     root turned out too high.
     """
-    oldest = max((position for position, at in enumerate(line) if at in recorded), default=0)
-    roots = sum(layer.base is None for layer in known.values())
+    oldest = max(
+        (position for position, commit in enumerate(line) if commit in recorded), default=0
+    )
+    roots = sum(layer.base is None for layer in layers.values())
     return oldest or min(ROOT_MARGINS[min(roots, len(ROOT_MARGINS) - 1)], len(line) - 1)
 
 
 def plan(
-    known: Layers, line: Sequence[CommitId], *, ahead: bool = False, straight: bool = False
+    existing: Layers, line: Sequence[CommitId], *, ahead: bool = False, straight: bool = False
 ) -> list[PackLayer]:
     """Return the layers to build for the first commit of `line`, each after its base.
 
@@ -70,7 +72,7 @@ def plan(
     first, so each stands on the one before and no object is packed twice.
     """
     planned: dict[CommitId, PackLayer] = {}
-    layers = dict(known)
+    layers = dict(existing)
 
     def add(commit: CommitId, base: PackLayer | None, depth: int) -> None:
         layers[commit] = planned[commit] = PackLayer(commit, base.commit if base else None, depth)
@@ -85,7 +87,7 @@ def plan(
         add(line[-1], None, 0)
     start = layers[line[-1]].depth
     end = start + len(line) - 1
-    on_line = {start + steps: at for steps, at in enumerate(reversed(line))}
+    on_line = {start + steps: commit for steps, commit in enumerate(reversed(line))}
     depths: Iterable[int] = grid(start, end)
     if ahead:
         depths = range(start - start % AHEAD_STRIDE + AHEAD_STRIDE, end + 1, AHEAD_STRIDE)
@@ -104,9 +106,11 @@ def plan(
     if is_waypoint(end) and not straight:
         base = waypoint_at(previous(end))
     else:
-        base = choose_base(layers, next(at for at in line[1:] if at in layers), end)
+        base = choose_base(layers, next(commit for commit in line[1:] if commit in layers), end)
     # another commit at this place, such as an amended one: both then share the parent's layer
-    has_sibling = any(at.base == base.commit and at.depth == end for at in known.values())
+    has_sibling = any(
+        layer.base == base.commit and layer.depth == end for layer in existing.values()
+    )
     if base.commit != line[1] and has_sibling:
         if line[1] not in layers:
             add(line[1], base, end - 1)
@@ -125,7 +129,7 @@ def choose_base(layers: Layers, nearest: CommitId, depth: int) -> PackLayer:
     if len(whole) < CHAIN_LIMIT:
         return whole[-1]
     lower = enumerate(whole[: CHAIN_LIMIT * 3 // 4])
-    return min(lower, key=lambda at: (depth - at[1].depth) / (len(whole) - at[0]))[1]
+    return min(lower, key=lambda item: (depth - item[1].depth) / (len(whole) - item[0]))[1]
 
 
 def grid(start: int, end: int) -> Iterator[int]:

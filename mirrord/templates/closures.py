@@ -144,7 +144,7 @@ class Closures:
 
     def known_packs(self, name: MirrorName) -> dict[str, int]:
         """Return the sizes of the packs that were read since the start, by name."""
-        return {each.pack: each.size_bytes for each in self._layers.get(name.key, {}).values()}
+        return {layer.pack: layer.size_bytes for layer in self._layers.get(name.key, {}).values()}
 
     def forget(self, name: MirrorName) -> None:
         """Forget the layers of a mirror whose packs were removed."""
@@ -183,9 +183,11 @@ class Closures:
             layers.pop(commit, None)
             return False
         local = (layer for layer in whole if layer.commit in layers)
-        missing = [at.commit for at in local if not self._pack_file(name, at).path.exists()]
-        for each in [*missing, commit] if missing else []:
-            layers.pop(each, None)
+        missing = [
+            layer.commit for layer in local if not self._pack_file(name, layer).path.exists()
+        ]
+        for gone in [*missing, commit] if missing else []:
+            layers.pop(gone, None)
         return not missing
 
     # -- shared with other daemons -----------------------------------------------------------------
@@ -200,7 +202,7 @@ class Closures:
         listed = await self.shared.find(name)
         layers = dict[CommitId, PackLayer]()
         with suppress(TypeError, KeyError):  # of another version
-            read = [PackLayer.of(facts) for facts in listed.values()]
+            read = [PackLayer.of(record) for record in listed.values()]
             for layer in sorted(read, key=lambda layer: layer.depth):
                 base = self._known(name).get(layer.base) or layers.get(layer.base)  # type: ignore[arg-type]
                 if layer.base is None or (base and base.depth < layer.depth):
@@ -209,8 +211,8 @@ class Closures:
 
     async def _take(self, name: MirrorName, shared: Layers, commit: CommitId) -> None:
         """Copy the shared layers of a chain that are not on disk."""
-        known = self._known(name)
-        wanted = [at for at in chain({**shared, **known}, commit) if at.commit not in known]
+        own = self._known(name)
+        wanted = [layer for layer in chain({**shared, **own}, commit) if layer.commit not in own]
         if not wanted or self.shared is None:
             return
         with ExitStack() as stack:
@@ -218,17 +220,17 @@ class Closures:
             await self.shared.take(name, places)
             for layer in wanted:
                 self._publish(name, layer, places[layer.commit])
-        facts = {"count": len(wanted), "size_bytes": sum(layer.size_bytes for layer in wanted)}
-        log.info("closures.taken", mirror=str(name), commit=commit, **facts)
+        counts = {"count": len(wanted), "size_bytes": sum(layer.size_bytes for layer in wanted)}
+        log.info("closures.taken", mirror=str(name), commit=commit, **counts)
 
     async def _offer(self, name: MirrorName, commit: CommitId) -> None:
         """Share a chain, so that no other daemon packs it."""
         if self.shared is None:
             return
-        known = await self.shared.find(name)
+        listed = await self.shared.find(name)
         if not self._is_whole(name, commit):  # evicted meanwhile, or the mirror was removed
             return
-        new = [at for at in chain(self._known(name), commit) if at.commit not in known]
+        new = [layer for layer in chain(self._known(name), commit) if layer.commit not in listed]
         layers = [(asdict(layer), self._pack_file(name, layer).path) for layer in new]
         await self.shared.offer(name, layers)
         log.info("closures.shared", mirror=str(name), commit=commit, count=len(new))
@@ -280,8 +282,8 @@ class Closures:
         """Pack way-points for the neighbours below a first commit, itself one wide step."""
         for step in plan(self._known(name), line, ahead=True)[:-1]:
             async with self._locks[name.key].turn():
-                known = self._known(name)
-                if step.commit in known or step.base not in known:
+                layers = self._known(name)
+                if step.commit in layers or step.base not in layers:
                     continue
                 with self._new_place(name) as place:
                     self._publish_packed(name, await self._pack_short(name, step, place), place)
@@ -320,34 +322,34 @@ class Closures:
 
     def _publish_packed(self, name: MirrorName, layer: PackLayer, place: Path) -> None:
         self._publish(name, layer, place)
-        facts = {"commit": layer.commit, "base": layer.base, "objects": layer.object_count}
-        log.info("closure.packed", mirror=str(name), **facts)
+        fields = {"commit": layer.commit, "base": layer.base, "objects": layer.object_count}
+        log.info("closure.packed", mirror=str(name), **fields)
 
     async def _line_to_base(
         self, name: MirrorName, commit: CommitId, shared: Layers
     ) -> list[CommitId]:
         """Return first parents from `commit` to one that has a layer, or to the new root."""
-        known = {**shared, **self._known(name)}
+        layers = {**shared, **self._known(name)}
         line: Sequence[CommitId] = (await self.commits.get(name, commit)).line
-        if found := self._to_known(name, line, shared):
-            return found
+        if reached := self._to_known(name, line, shared):
+            return reached
         recorded = frozenset(await self.recorded(name))
         if len(line) in (0, FIRST_PARENTS_LIMIT):  # longer, or unreadable: git says why
-            for limit in _WALK_LIMITS if recorded or known else _WALK_LIMITS[:1]:
+            for limit in _WALK_LIMITS if recorded or layers else _WALK_LIMITS[:1]:
                 line = await self._first_parents(name, commit, limit)
-                if found := self._to_known(name, line, shared):
-                    return found
+                if reached := self._to_known(name, line, shared):
+                    return reached
                 if limit and len(line) < limit:
                     break
-        return list(line[: choose_root(known, line, recorded) + 1])
+        return list(line[: choose_root(layers, line, recorded) + 1])
 
     def _to_known(
         self, name: MirrorName, line: Sequence[CommitId], shared: Layers
     ) -> list[CommitId] | None:
-        known = self._known(name)
-        for position, at in enumerate(line):
-            is_known = position and (at in known or at in shared)
-            if is_known and self._is_whole(name, at, shared):
+        layers = self._known(name)
+        for position, commit in enumerate(line):
+            is_known = position and (commit in layers or commit in shared)
+            if is_known and self._is_whole(name, commit, shared):
                 return list(line[: position + 1])
         return None
 
@@ -363,11 +365,11 @@ class Closures:
             )  # fmt: skip
         except (errors.CorruptObjectError, errors.GitFailedError) as error:
             doing = f"look for {commit}"
-            [found] = await object_info(self.git, path, [commit], doing=doing, bisect=True)
-            if found.exists:
+            [info] = await object_info(self.git, path, [commit], doing=doing, bisect=True)
+            if info.exists:
                 raise unservable(commit, error) from error
             raise _not_found(f"pack commit {commit}", name, commit) from error
-        return [CommitId(at) for at in done.lines]
+        return [CommitId(line) for line in done.lines]
 
 
 def _not_found(doing: str, name: MirrorName, commit: CommitId) -> errors.CommitNotFoundError:

@@ -113,9 +113,9 @@ class EnvironmentStore:
 
     def get(self, name: str) -> EnvironmentRecord:
         """Return the ready environment of a name. Raises NotFoundError."""
-        if (found := self.find(name)) is None:
+        if (record := self.find(name)) is None:
             raise not_found(name)
-        return found
+        return record
 
     def list(self) -> list[EnvironmentRecord]:
         """Return all environments, failed builds included, by key."""
@@ -156,15 +156,15 @@ class EnvironmentStore:
     def read_layer(self, name: str) -> dict[str, Any] | None:
         """Return what is known of a layer; None if it is not here."""
         with suppress(FileNotFoundError, ValueError):
-            facts = loads(read_plain(self.layers / f"{name}.json"))
-            return dict(facts) if (self.layers / name).is_dir() else None
+            content = loads(read_plain(self.layers / f"{name}.json"))
+            return dict(content) if (self.layers / name).is_dir() else None
         return None
 
-    def add_layer(self, made: Path, name: str, facts: dict[str, Any]) -> None:
+    def add_layer(self, made: Path, name: str, content: dict[str, Any]) -> None:
         """Publish a layer, which appears with the second rename."""
         with full_disk_named("a layer of an image"):
             new = self.layers / f".building-{name}.json"
-            new.write_text(json.dumps(facts))
+            new.write_text(json.dumps(content))
             new.rename(self.layers / f"{name}.json")
         made.rename(self.layers / name)
 
@@ -172,7 +172,7 @@ class EnvironmentStore:
         """Remove the layers that no image has; those `unfinished` instead, where nothing makes
         them.
         """
-        used = {name for each in self._records.values() for name in each.facts.get("stack", [])}
+        used = {name for record in self._records.values() for name in record.facts.get("stack", [])}
         with suppress(FileNotFoundError):
             for path in sorted(self.layers.iterdir()):
                 is_building = path.name.startswith((_BUILDING, TRASH_PREFIX))
@@ -247,9 +247,11 @@ def not_found(name: str) -> NotFoundError:
 def _read(path: Path) -> EnvironmentRecord | None:
     """Return the record in a directory; None if it is incomplete. Raises OSError."""
     try:
-        facts = loads(read_plain(path / RECORD))
-        is_ready = facts["state"] == "ready"
-        record = EnvironmentRecord(facts["key"], facts["digest"], is_ready, facts["at"], facts)
+        content = loads(read_plain(path / RECORD))
+        is_ready = content["state"] == "ready"
+        record = EnvironmentRecord(
+            content["key"], content["digest"], is_ready, content["at"], content
+        )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     is_named = path.name.startswith(_BUILDING) or path.name == record.digest
@@ -350,26 +352,26 @@ class _TreeCopy:
         os.utime(target, ns=(_MTIME_NS, _MTIME_NS))
 
     def _file(self, source: int, target: Path, path: bytes) -> None:
-        found = os.fstat(source)
-        if found.st_mode & (stat.S_ISUID | stat.S_ISGID):
+        st = os.fstat(source)
+        if st.st_mode & (stat.S_ISUID | stat.S_ISGID):
             self.dropped["set-id bits"] += 1
-        size_mib = (self.size_bytes + found.st_size) >> 20
+        size_mib = (self.size_bytes + st.st_size) >> 20
         _must_not_exceed(size_mib, BYTES_LIMIT >> 20, "MiB, of which a hole of a file counts")
-        mode = 0o755 if found.st_mode & stat.S_IXUSR else 0o644
+        mode = 0o755 if st.st_mode & stat.S_IXUSR else 0o644
         digest = _hash(source)
         self.lines.append((path, b"%06o %s %s" % (stat.S_IFREG | mode, digest.encode(), path)))
         self.files += 1
-        self.size_bytes += found.st_size
-        known = self._shared / digest[:2] / f"{digest}-{mode:o}"
-        if found.st_size == 0:  # ext4 has 65,000 links for a file, and there may be more
+        self.size_bytes += st.st_size
+        shared = self._shared / digest[:2] / f"{digest}-{mode:o}"
+        if st.st_size == 0:  # ext4 has 65,000 links for a file, and there may be more
             _write(source, target, mode)
-        elif _link_shared(known, target, digest):
-            self.shared_bytes += found.st_size
+        elif _link_shared(shared, target, digest):
+            self.shared_bytes += st.st_size
         else:
             _write(source, target, mode)
-            known.parent.mkdir(mode=0o700, exist_ok=True)
+            shared.parent.mkdir(mode=0o700, exist_ok=True)
             with suppress(FileExistsError):
-                os.link(target, known)
+                os.link(target, shared)
 
     def _link(self, aim: bytes, target: Path, path: bytes) -> None:
         """Copy a link that stays inside the prefix or leads to the host's programs."""
@@ -402,21 +404,21 @@ def _hash(source: int) -> str:
     return digest.hexdigest()
 
 
-def _link_shared(known: Path, target: Path, digest: str) -> bool:
+def _link_shared(shared: Path, target: Path, digest: str) -> bool:
     """Link a shared file after checking its content. Return False if there is none to link."""
     try:
-        with open_plain(known) as file:
+        with open_plain(shared) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                known.unlink()
+                shared.unlink()
                 return False
-        os.link(known, target)
+        os.link(shared, target)
     except FileNotFoundError:
         return False
     except OSError as error:
         # no room for a link: the next copy becomes the shared file
         if error.errno != errno.EMLINK:
             raise
-        known.unlink()
+        shared.unlink()
         return False
     return True
 

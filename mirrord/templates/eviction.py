@@ -72,7 +72,7 @@ class Eviction:
 
     async def is_full(self) -> bool:
         """Return whether less than a tenth of `template_bytes` is free."""
-        used = sum(each.size_bytes for each in await self._inventories())
+        used = sum(inventory.size_bytes for inventory in await self._inventories())
         return used > self.settings().checkouts.template_bytes * 0.9
 
     async def evict(self, short_bytes: int = 0) -> int:
@@ -85,9 +85,9 @@ class Eviction:
 
     async def _evict_once(self, short_bytes: int = 0) -> int:
         inventories = await self._inventories()
-        stores = [(each, *found) for each in inventories for found in each.used_at.items()]
+        stores = [(mirror, *use) for mirror in inventories for use in mirror.used_at.items()]
         # for the next daemon
-        used = {each.stores[path]: at for each, path, at in stores if at > self._noted_at}
+        used = {mirror.stores[path]: when for mirror, path, when in stores if when > self._noted_at}
         self._noted_at = time.time()
         await anyio.to_thread.run_sync(note_uses, used)
 
@@ -95,18 +95,18 @@ class Eviction:
         now, evicted = time.time(), 0
         oldest, idle = now - settings.template_ttl.total_seconds(), now - _IN_USE_S
         wanted_bytes = sum(e.size_bytes for e in inventories) - short_bytes
-        for each, path, used_at in sorted(stores, key=itemgetter(2)):
+        for mirror, path, used_at in sorted(stores, key=itemgetter(2)):
             size_bytes = sum(e.size_bytes for e in inventories)
-            is_late = used_at < oldest and len(each.stores) > 1
+            is_late = used_at < oldest and len(mirror.stores) > 1
             is_short = size_bytes > wanted_bytes and used_at < idle
             if not is_late and not is_short and size_bytes <= settings.template_bytes:
                 continue
-            if await self._evict_store(each, path, used_at) is not None:
+            if await self._evict_store(mirror, path, used_at) is not None:
                 evicted += 1
-        for each in inventories:
-            await self._evict_orphans(each)
-            if len(each.stores) < len(each.used_at):
-                await self.stores.evict_packs(each.name)
+        for mirror in inventories:
+            await self._evict_orphans(mirror)
+            if len(mirror.stores) < len(mirror.used_at):
+                await self.stores.evict_packs(mirror.name)
         self._publish(inventories, evicted)
         return evicted
 
@@ -135,10 +135,10 @@ class Eviction:
     async def weigh(self, keep: Collection[StoreKey]) -> list[MirrorWeight]:
         """Return the disk space of each mirror's templates, and what `collect` would free."""
         weights = []
-        for each in await self._inventories():
-            packs = self.stores.known_packs(each.name)
+        for inventory in await self._inventories():
+            packs = self.stores.known_packs(inventory.name)
             held = frozenset([*self.registry.held, *self.stores.held])
-            weights.append(await anyio.to_thread.run_sync(_weighed, each, keep, held, packs))
+            weights.append(await anyio.to_thread.run_sync(_weighed, inventory, keep, held, packs))
         return weights
 
     async def _evict_store(
@@ -195,15 +195,15 @@ class Eviction:
 
     async def _inventories(self) -> "list[_MirrorStores]":
         await self.registry.measure()
-        found = []
+        inventories = []
         for name in self.registry.names():
             templates, stores = self.registry.get(name), await self.stores.list_stores(name)
             used_at = {store.path: self.stores.used_at[store.path] for store in stores}
-            found.append(
+            inventories.append(
                 await anyio.to_thread.run_sync(_MirrorStores, name, templates, stores, used_at)
             )
-        self.size_bytes = sum(each.size_bytes for each in found)
-        return found
+        self.size_bytes = sum(inventory.size_bytes for inventory in inventories)
+        return inventories
 
 
 class _MirrorStores:
@@ -253,7 +253,9 @@ class _MirrorStores:
     def orphans(self) -> list[Layer]:
         """Return the layers without a store that are not new."""
         trees, before = self.templates.trees, time.time() - _NEW_S
-        unneeded = [at for at in list(self.templates.layers.values()) if not self.needed[at.tree]]
+        unneeded = [
+            layer for layer in list(self.templates.layers.values()) if not self.needed[layer.tree]
+        ]
         return [layer for layer in unneeded if proven_at(trees / layer.name) < before]
 
     def chain(self, store: SealedStore) -> list[Layer]:
@@ -272,7 +274,7 @@ def _weighed(
     """Weigh by the records alone. `packs` has known closure packs, also those without a store."""
     unused = set(inventory.unused(keep, held))
     sizes, kept = dict(packs), set[str]()
-    found = []
+    weighed = []
     for path, store in inventory.stores.items():
         parts = {
             layer.tree: layer.size_bytes + layer.shared_bytes for layer in inventory.chain(store)
@@ -283,10 +285,10 @@ def _weighed(
             kept |= parts.keys()
         shared = sum(size for part, size in parts.items() if inventory.needed[part] > 1)
         used_at, size = inventory.used_at[path], _STORE_BYTES + sum(parts.values())
-        found.append(TemplateWeight(store, used_at, path not in unused, size, shared))
+        weighed.append(TemplateWeight(store, used_at, path not in unused, size, shared))
     for layer in inventory.orphans():
         sizes[layer.tree] = layer.size_bytes + layer.shared_bytes
     spare = sum(size for pack, size in packs.items() if not inventory.needed[pack])
     free = sum(size for part, size in sizes.items() if part not in kept)
     total = inventory.size_bytes + spare
-    return MirrorWeight(inventory.name, total, free + _STORE_BYTES * len(unused), found)
+    return MirrorWeight(inventory.name, total, free + _STORE_BYTES * len(unused), weighed)

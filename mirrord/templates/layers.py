@@ -122,8 +122,8 @@ def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
     Do not change it: it is kept for the next call.
     """
     # distinguishes a layer from one that was built again in its place
-    found = ((trees / layer.name / "manifest").stat() for layer in chain)
-    return _read_manifest(trees, tuple(chain), tuple((s.st_ino, s.st_mtime_ns) for s in found))
+    stats = ((trees / layer.name / "manifest").stat() for layer in chain)
+    return _read_manifest(trees, tuple(chain), tuple((s.st_ino, s.st_mtime_ns) for s in stats))
 
 
 @lru_cache(maxsize=4)
@@ -175,12 +175,12 @@ def prove_files_of(
         prove_files(files, manifest.owner, manifest.files, expected.difference(directories))
         with opened(open_directory(files)) as root, TreeReader(root, ActingAs(None)) as reader:
             for path in directories:
-                found = reader.find_stat(path)
-                if found is None or found.st_mode != stat.S_IFDIR | 0o755:
+                st = reader.find_stat(path)
+                if st is None or st.st_mode != stat.S_IFDIR | 0o755:
                     raise _unproven(shown_path(path), "it is not a directory")
             for path in whiteouts:  # overlayfs: a character device 0/0
-                found = reader.find_stat(path)
-                if found is None or not stat.S_ISCHR(found.st_mode) or found.st_rdev != 0:
+                st = reader.find_stat(path)
+                if st is None or not stat.S_ISCHR(st.st_mode) or st.st_rdev != 0:
                     raise _unproven(shown_path(path), "its whiteout is missing")
         expected.update(whiteouts)
         expected.update({parent for path in expected for parent in parents(path)})
@@ -335,7 +335,7 @@ def _write_delta(
     ):
 
         def make_directories(paths: Iterable[bytes]) -> None:
-            above = {each for path in paths for each in parents(path)}
+            above = {parent for path in paths for parent in parents(path)}
             for directory in sorted(above - writer.touched):
                 writer.make_directory(directory)
 

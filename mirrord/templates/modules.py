@@ -47,8 +47,10 @@ def place_module(
     target, git = top / module.path, top / ".git" / module.git_dir
     target.parent.mkdir(parents=True, exist_ok=True)
     manifest = materialise(mirror, module.commit, target)
-    if (found := hash_tree(target, manifest)) != manifest.tree:
-        raise ProofFailedError(f"cannot prove submodule {module.path}: what was written is {found}")
+    if (written := hash_tree(target, manifest)) != manifest.tree:
+        raise ProofFailedError(
+            f"cannot prove submodule {module.path}: what was written is {written}"
+        )
     for directory in ("", "info", "objects", "objects/info", "objects/pack", "refs"):
         (git / directory).mkdir(parents=True, exist_ok=True)
     for file in (*(store / "objects/pack").iterdir(), store / GRAPH):
@@ -70,7 +72,7 @@ def place_objects(mirror: Path, commit: str, git: Path) -> Filtering:
     They are read-only, and every checkout has its own directory entries over them.
     """
     pointers = read_needs(mirror, [commit])[commit].objects
-    had = [each for each in pointers if has_object(mirror, each)]
+    had = [pointer for pointer in pointers if has_object(mirror, pointer)]
     for pointer in had:
         target = object_path(git, pointer.oid)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ class MirrorTemplates:
         """Return a tree and all trees whose layers stand on it, at any height."""
         trees = more = {tree}
         while more:
-            more = {each for each, layer in self.layers.items() if layer.base in trees} - trees
+            more = {other for other, layer in self.layers.items() if layer.base in trees} - trees
             trees = trees | more
         return trees
 
@@ -212,8 +212,8 @@ class TemplateRegistry:
 
         A mounted overlay keeps the directories that it has open, whatever their names.
         """
-        for each in templates.above(tree) & templates.layers.keys():
-            files, target = templates.remove(each), new_trash(templates.trees)
+        for upper in templates.above(tree) & templates.layers.keys():
+            files, target = templates.remove(upper), new_trash(templates.trees)
             with suppress(FileNotFoundError):
                 os.rename(files.parent, target)
                 self._discarded[target] = files

@@ -65,7 +65,7 @@ class Template:
 def last_proven_at(template: Template) -> datetime:
     """Return when the last of its layers was proven by content."""
     _, _, *files = template.layers
-    return datetime.fromtimestamp(max(proven_at(each.parent) for each in files), UTC)
+    return datetime.fromtimestamp(max(proven_at(directory.parent) for directory in files), UTC)
 
 
 def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
@@ -149,16 +149,16 @@ class Templates:
             # the cause of a failure may have ended before this request
             with suppress(MirrordError, OSError):
                 await self._builds.join(key, lambda _: self._make(name, commit, history))
-        while (found := self._find(name, commit, history)) is None:
+        while (template := self._find(name, commit, history)) is None:
             await self._builds.join(key, lambda _: self._make(name, commit, history))
-        return found
+        return template
 
     async def _make(self, name: MirrorName, commit: CommitId, history: History) -> Template:
         """Build the sealed store beside the layers: one needs the disk, the other the processor."""
-        known = self.stores.find(name, commit, history)
-        tree = known.tree if known else (await self.stores.commits.get(name, commit)).tree
+        existing = self.stores.find(name, commit, history)
+        tree = existing.tree if existing else (await self.stores.commits.get(name, commit)).tree
         templates = self._registry.get(name)
-        if known is None or tree not in templates.layers:
+        if existing is None or tree not in templates.layers:
             await self.stores.room.ensure(f"make a template of {commit}")
         while True:
             store, _ = await together(
@@ -200,8 +200,8 @@ class Templates:
             finally:
                 if path.exists():
                     await anyio.to_thread.run_sync(self.trash.remove, path)
-        facts = {"tree": layer.tree, "base": layer.base, "size_bytes": layer.size_bytes}
-        self.events.publish("template.built", mirror=str(name), commit=commit, **facts)
+        fields = {"tree": layer.tree, "base": layer.base, "size_bytes": layer.size_bytes}
+        self.events.publish("template.built", mirror=str(name), commit=commit, **fields)
 
     async def _is_usable(self, templates: MirrorTemplates, tree: str) -> bool:
         """Return whether a layer is on disk and sound; discards one that is not."""
@@ -276,8 +276,8 @@ class Templates:
         return collected
 
     def _forget_evicted(self) -> None:
-        found = self._found.items()
-        self._found = {key: each for key, each in found if each.layers[1].is_dir()}
+        templates = self._found.items()
+        self._found = {key: template for key, template in templates if template.layers[1].is_dir()}
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove templates and stores of a removed mirror; CheckoutBusyError while one is held."""
@@ -299,7 +299,7 @@ class Templates:
 
     async def make_again(self, keys: Collection[str]) -> None:
         """Take the layers of mirrors out of use: they were written without LFS objects."""
-        for name in [each for each in self._registry.names() if each.key in keys]:
+        for name in [mirror for mirror in self._registry.names() if mirror.key in keys]:
             templates = self._registry.get(name)
             async with templates.changes.turn():
                 for tree in list(templates.layers):
@@ -318,14 +318,14 @@ class Templates:
 
         The next checkout builds them again. A part that a checkout holds stays until its release.
         """
-        templates, found = self._registry.get(name), dict[str, str]()
+        templates, damaged = self._registry.get(name), dict[str, str]()
         discarded = "checksum mismatch; discarded, the next checkout builds it again"
         for tree in list(templates.layers):
             if tree in templates.layers and not await self._registry.is_sound(templates, tree):
                 self.events.publish("template.damaged", mirror=str(name), tree=tree)
                 async with templates.changes.turn():
                     self._registry.discard(templates, tree)
-                found[f"template {tree}"] = discarded
+                damaged[f"template {tree}"] = discarded
 
         async def discard(bad: Path) -> str:
             """Discard the pack layer or the store that has a bad file."""
@@ -343,12 +343,12 @@ class Templates:
         directory, run = templates.directory, self.workers.run
         for pack in await run(find_bad_packs, directory, timeout=_SCRUB_TIMEOUT):
             self.events.publish("closure.damaged", mirror=str(name), pack=pack.name)
-            found[f"closure pack {pack.name}"] = await discard(pack)
+            damaged[f"closure pack {pack.name}"] = await discard(pack)
         for path in await run(find_bad_stores, directory, name, timeout=_SCRUB_TIMEOUT):
             self.events.publish("store.damaged", mirror=str(name), store=path.name)
-            found[f"sealed store {path.name}"] = await discard(path)
+            damaged[f"sealed store {path.name}"] = await discard(path)
         await self._registry.sweep()
-        return found
+        return damaged
 
 
 def find_bad_packs(directory: Path) -> list[Path]:
@@ -360,17 +360,17 @@ def find_bad_packs(directory: Path) -> list[Path]:
     sound: dict[int, bool] = {}
     bad = []
     of_stores = ("objects/pack/pack-*", "lfs/objects/??/??/*")
-    patterns = ["packs/*/pack-*", *(f"gits/*/.git/{each}" for each in of_stores)]
-    patterns += [f"gits/*/.git/modules/**/{each}" for each in of_stores]
+    patterns = ["packs/*/pack-*", *(f"gits/*/.git/{glob}" for glob in of_stores)]
+    patterns += [f"gits/*/.git/modules/**/{glob}" for glob in of_stores]
     for pattern in patterns:
         for file in sorted(directory.glob(pattern)):
             with suppress(FileNotFoundError):
-                inode = (found := file.stat()).st_ino
+                inode = (st := file.stat()).st_ino
                 if inode not in sound:
                     if file.name.startswith("pack-"):
                         sound[inode] = pack_is_whole(file)
                     else:
-                        sound[inode] = not find_fault(file, Pointer(file.name, found.st_size))
+                        sound[inode] = not find_fault(file, Pointer(file.name, st.st_size))
                 if not sound[inode]:
                     bad.append(file)
     for record in directory.glob("packs/[!.]*/layer.json"):
@@ -389,7 +389,9 @@ def find_bad_stores(directory: Path, name: MirrorName) -> list[Path]:
 
     def altered() -> set[Path]:
         records = read_records(directory / "gits", name)
-        return {at.path for at, _ in records if at.path.exists() and not is_as_built(at)}
+        return {
+            store.path for store, _ in records if store.path.exists() and not is_as_built(store)
+        }
 
-    found = altered()
-    return sorted(found & altered()) if found else []
+    suspects = altered()
+    return sorted(suspects & altered()) if suspects else []

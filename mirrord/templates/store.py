@@ -106,10 +106,10 @@ class SealedStore:
 
 def save(store: SealedStore) -> None:
     """Write the record of a finished store."""
-    facts = asdict(store)
-    del facts["path"], facts["mirror"]
+    record = asdict(store)
+    del record["path"], record["mirror"]
     temporary = store.record.with_suffix(".json.new")
-    temporary.write_text(json.dumps(facts))
+    temporary.write_text(json.dumps(record))
     temporary.rename(store.record)
 
 
@@ -134,11 +134,11 @@ def load(path: Path, name: MirrorName) -> SealedStore | None:
 def read_record(path: Path, name: MirrorName) -> SealedStore | None:
     """Return the record of the store at `path`; the store itself may be torn or gone."""
     try:
-        facts = json.loads(read_plain(path.with_suffix(".json")))
-        facts |= {"path": path, "mirror": name, "history": History(facts["history"])}
-        facts["packs"] = tuple(map(sys.intern, facts["packs"]))  # neighbours name the same ones
-        facts["pack_sizes"] = tuple(facts["pack_sizes"])
-        return SealedStore(**facts)
+        record = json.loads(read_plain(path.with_suffix(".json")))
+        record |= {"path": path, "mirror": name, "history": History(record["history"])}
+        record["packs"] = tuple(map(sys.intern, record["packs"]))  # neighbours name the same ones
+        record["pack_sizes"] = tuple(record["pack_sizes"])
+        return SealedStore(**record)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -154,9 +154,9 @@ def read_records(directory: Path, name: MirrorName) -> list[tuple[SealedStore, f
 
 def note_uses(used: Mapping[SealedStore, float]) -> None:
     """Record the time of each store's last use for the next daemon."""
-    for store, at in used.items():
+    for store, used_at in used.items():
         with suppress(FileNotFoundError):
-            os.utime(store.record, (at, at))
+            os.utime(store.record, (used_at, used_at))
 
 
 def is_as_built(store: SealedStore) -> bool:
@@ -178,12 +178,12 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
     """
     packs = [f"objects/pack/{name}" for name in store.packs]
     indexes = [store.git / name.replace(".pack", ".idx") for name in packs]
-    known = {*CONTROL_FILES, *packs, *(str(index.relative_to(store.git)) for index in indexes)}
+    expected = {*CONTROL_FILES, *packs, *(str(index.relative_to(store.git)) for index in indexes)}
     files = (file for file in store.git.rglob("*") if file.is_symlink() or not file.is_dir())
-    found = {str(file.relative_to(store.git)) for file in files}
-    leaks = [SealLeak(kind="file", detail=name) for name in sorted(found - known - {GRAPH})]
+    present = {str(file.relative_to(store.git)) for file in files}
+    leaks = [SealLeak(kind="file", detail=name) for name in sorted(present - expected - {GRAPH})]
     if store.modules and modules_sum(store.path) == store.modules:
-        leaks = [each for each in leaks if not each.detail.startswith(("modules/", "lfs/"))]
+        leaks = [leak for leak in leaks if not leak.detail.startswith(("modules/", "lfs/"))]
     if not is_as_built(store):
         leaks.append(SealLeak(kind="control", detail="HEAD, config, packed-refs or a pack changed"))
     for name, size, index in zip(packs, store.pack_sizes, indexes, strict=True):

@@ -47,8 +47,8 @@ class Tags:
     async def list(self, mirror: Path) -> tuple[Tag, ...]:
         """Return all tags of `mirror` that point at a commit, sorted by name."""
         stamp = await anyio.to_thread.run_sync(_stamp, mirror)
-        if stamp and (known := self._listed.get(mirror)) and known[0] == stamp:
-            return known[1]
+        if stamp and (cached := self._listed.get(mirror)) and cached[0] == stamp:
+            return cached[1]
         listed = await self._git.run(
             "for-each-ref", "--format=%(objectname) %(refname)", "refs/tags",
             git_dir=mirror,
@@ -62,9 +62,9 @@ class Tags:
             names = [f"{oid}^{{}}" for oid in unknown]
             peeled = await object_info(self._git, mirror, names, doing="read tags", bisect=True)
             self._peeled |= {
-                oid: found.oid if found.kind == "commit" else None
-                for oid, found in zip(unknown, peeled, strict=True)
-                if found.kind != "damaged"  # may be healed
+                oid: info.oid if info.kind == "commit" else None
+                for oid, info in zip(unknown, peeled, strict=True)
+                if info.kind != "damaged"  # may be healed
             }
         tags = ((ref, self._peeled.get(oid)) for ref, oid in direct.items())
         result = tuple(sorted(Tag(ref, commit) for ref, commit in tags if commit))

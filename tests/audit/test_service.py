@@ -696,7 +696,7 @@ def test_an_undamaged_mirror_is_walked_or_hashed_once(
     known = site.examine(level).reached
     long = "rev-list" if level is AuditLevel.CLOSURE else "fsck"
     started.clear()
-    again = examine(site.path, site.commits, level, known=known)
+    again = examine(site.path, site.commits, level, earlier=known)
     assert sorted(started) == sorted(["cat-file", long])
     assert (again.reached, again.defects) == (known, {})
 
@@ -705,7 +705,7 @@ def test_reach_is_asked_anew_when_a_ref_moved(site: Site) -> None:
     known = site.examine(AuditLevel.QUICK).reached
     site.git("update-ref", "-d", "refs/heads/side")
     assert (
-        examine(site.path, site.commits, AuditLevel.QUICK, known=known).reach[site.side[1]]
+        examine(site.path, site.commits, AuditLevel.QUICK, earlier=known).reach[site.side[1]]
         is Reach.PIN
     )
 

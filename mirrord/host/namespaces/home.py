@@ -209,7 +209,7 @@ def _subordinate_ids() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         [
             (first, count)
             for first, count, user in iter_subids(file)
-            if user == os.geteuid() and not any(first <= each < first + count for each in mine)
+            if user == os.geteuid() and not any(first <= own < first + count for own in mine)
         ]
         for file in (SUBUID, SUBGID)
     )
