@@ -322,22 +322,22 @@ def failure(
         )
     if _NO_REPOSITORY.search(stderr):
         fact = "its HEAD, refs, objects or configuration are damaged"
-    facts: dict[str, Any] = {"git_status": status}
+    fields: dict[str, Any] = {"git_status": status}
     # only ids in errors: those in warnings are not damaged
     named = dict.fromkeys(
         oid for line in stderr.splitlines() if _COMPLAINT.match(line) for oid in _OID.findall(line)
     )
     if named and not _MISNAMED.search(stderr):
-        facts["objects"] = list(named)[:_OBJECTS_MAX]
+        fields["objects"] = list(named)[:_OBJECTS_MAX]
     if "filtering not recognized by server" in stderr:
-        facts["filter_ignored"] = True
+        fields["filter_ignored"] = True
     if upstream:
-        return _upstream_failure(doing, stderr, fact, http, tuple(secrets), facts)
+        return _upstream_failure(doing, stderr, fact, http, tuple(secrets), fields)
     for rule in (_DISK_FULL, *_LOCAL_RULES):
         if re.search(rule.pattern, stderr, re.IGNORECASE):
-            return rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **facts)
+            return rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **fields)
     hint = "see the daemon's log; audit the mirror"
-    return errors.GitFailedError(f"cannot {doing}: {fact}", hint=hint, **facts)
+    return errors.GitFailedError(f"cannot {doing}: {fact}", hint=hint, **fields)
 
 
 def _upstream_failure(
@@ -346,10 +346,10 @@ def _upstream_failure(
     fact: str,
     http: HttpAnswer,
     secrets: Sequence[str],
-    facts: dict[str, Any],
+    fields: dict[str, Any],
 ) -> errors.MirrordError:
     if re.search(_DISK_FULL.pattern, stderr, re.IGNORECASE):
-        return _DISK_FULL.error(f"cannot {doing}: {fact}", hint=_DISK_FULL.hint, **facts)
+        return _DISK_FULL.error(f"cannot {doing}: {fact}", hint=_DISK_FULL.hint, **fields)
     for rule in _UPSTREAM_RULES:
         # GitHub's secondary rate limit is a 403, which is otherwise a matter of credentials
         asks_to_wait = rule.error is errors.UpstreamThrottledError and (
@@ -359,27 +359,27 @@ def _upstream_failure(
         if asks_to_wait or http.status in rule.statuses or is_named:
             seconds = retry_after_seconds(http.retry_after, now=utc_now())
             if seconds is not None:
-                facts["retry_after_s"] = seconds
+                fields["retry_after_s"] = seconds
                 fact += f"; it asks for a wait of {seconds:g} s"
             if words := _upstream_words(stderr, fact, secrets):
                 fact += f"; upstream says: {words}"
-            return rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **facts)
+            return rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **fields)
     hint = "the next sync asks again; if it goes on, look at the network and proxies on the way"
     is_line = not _REMOTE_FAILED.search(stderr)
     was_cut = is_line and _CUT.search(stderr)
     if was_cut and http.status and _SHORT.search(stderr):
-        facts.pop("objects", None)
-    is_line &= not facts.get("objects")
+        fields.pop("objects", None)
+    is_line &= not fields.get("objects")
     if is_line and was_cut:
         fact = f"the connection was cut: {fact}"
         return errors.UpstreamUnavailableError(
-            f"cannot {doing}: {fact}", hint=hint, was_cut=True, **facts
+            f"cannot {doing}: {fact}", hint=hint, was_cut=True, **fields
         )
     if is_line and _BROKEN_TRANSFER.search(stderr):
         fact = f"the transfer broke: {fact}"
-        return errors.TransferBrokenError(f"cannot {doing}: {fact}", hint=hint, **facts)
+        return errors.TransferBrokenError(f"cannot {doing}: {fact}", hint=hint, **fields)
     hint = "try again later; check the upstream URL"
-    return errors.UpstreamError(f"cannot {doing}: {fact}", hint=hint, **facts)
+    return errors.UpstreamError(f"cannot {doing}: {fact}", hint=hint, **fields)
 
 
 def _upstream_words(stderr: str, fact: str, secrets: Sequence[str]) -> str:
@@ -414,10 +414,10 @@ def retry_after_seconds(value: str | None, *, now: datetime) -> float | None:
     if re.fullmatch(r"\d{1,9}", value.strip(), re.ASCII):
         return min(float(value), _WAIT_MAX_S)
     try:
-        at = parsedate_to_datetime(value)
+        when = parsedate_to_datetime(value)
     except (ValueError, OverflowError):  # OverflowError: an offset of 20 digits
         return None
-    return min(max(0.0, (at - now).total_seconds()), _WAIT_MAX_S) if at.tzinfo else None
+    return min(max(0.0, (when - now).total_seconds()), _WAIT_MAX_S) if when.tzinfo else None
 
 
 def _fact(stderr: str) -> str:

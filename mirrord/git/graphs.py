@@ -32,7 +32,7 @@ def graph_commits(path: Path) -> list[bytes]:
     if not chunks.keys() <= _KNOWN_CHUNKS or first != begin:
         raise corrupt("commit-graph", path, "it has bytes that git does not verify")
     start, end = chunks.get(b"OIDL", (0, 0))
-    return [data[at : at + ID_BYTES] for at in range(start, end, ID_BYTES)]
+    return [data[offset : offset + ID_BYTES] for offset in range(start, end, ID_BYTES)]
 
 
 def graph_is_whole(path: Path) -> bool:

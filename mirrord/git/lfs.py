@@ -99,19 +99,19 @@ def read_records(git_dir: Path) -> set[RecordedObject]:
         lines = read_plain(git_dir / RECORDS).decode().splitlines()
     except FileNotFoundError:
         lines = []
-    found = set[RecordedObject]()
+    records = set[RecordedObject]()
     for line in lines:
         oid, size, *url = line.split(" ")
-        found.add(RecordedObject(Pointer(oid, int(size)), url[0] if url else None))
-    known = {each.pointer.oid for each in found}
+        records.add(RecordedObject(Pointer(oid, int(size)), url[0] if url else None))
+    listed = {record.pointer.oid for record in records}
     for file in (git_dir / OBJECTS).glob("??/??/*"):
-        if _OID.fullmatch(file.name) and file.name not in known:
-            found.add(RecordedObject(Pointer(file.name, file.stat().st_size)))
-    return found
+        if _OID.fullmatch(file.name) and file.name not in listed:
+            records.add(RecordedObject(Pointer(file.name, file.stat().st_size)))
+    return records
 
 
 def records_bytes(records: Iterable[RecordedObject]) -> bytes:
-    rows = ((each.pointer.oid, str(each.pointer.size), each.url or "") for each in records)
+    rows = ((record.pointer.oid, str(record.pointer.size), record.url or "") for record in records)
     return "".join(f"{' '.join(row).rstrip()}\n" for row in sorted(rows)).encode()
 
 

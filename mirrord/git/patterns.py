@@ -44,14 +44,14 @@ class Pattern(NamedTuple):
             if self.suffix is not None:
                 return name.endswith(self.suffix)
             return bool(_compiled(self.text, False).fullmatch(name))
-        at = len(base)
-        if not path.startswith(self.literal, at):
+        position = len(base)
+        if not path.startswith(self.literal, position):
             return False
-        at += len(self.literal)
+        position += len(self.literal)
         if len(self.literal) == len(self.text):
-            return at == len(path)
+            return position == len(path)
         # git matches the remainder by itself: `foo**/x` is `foo`, then `**/x`
-        return bool(_compiled(self.text[len(self.literal) :], True).fullmatch(path, at))
+        return bool(_compiled(self.text[len(self.literal) :], True).fullmatch(path, position))
 
 
 def parse_pattern(text: bytes) -> Pattern:
@@ -171,28 +171,28 @@ class _NeverMatches(Exception):
 
 def _translated(glob: bytes, is_path: bool) -> Iterator[bytes]:
     some, one = (b"[^/]*", b"[^/]") if is_path else (b".*", b".")
-    at, end = 0, len(glob)
-    while at < end:
-        char = glob[at : at + 1]
+    position, end = 0, len(glob)
+    while position < end:
+        char = glob[position : position + 1]
         if char == b"*":
-            stars = at
-            while glob[at : at + 1] == b"*":
-                at += 1
-            following = glob[at : at + 2]
+            stars = position
+            while glob[position : position + 1] == b"*":
+                position += 1
+            following = glob[position : position + 2]
             opens = stars == 0 or glob[stars - 1 : stars] == b"/"
             closes = following[:1] in (b"", b"/") or following == b"\\/"
-            if at - stars == 1 or not (is_path and opens and closes):
+            if position - stars == 1 or not (is_path and opens and closes):
                 yield some
             elif following[:1] == b"/":
                 yield b"(?:.*/)?"
-                at += 1
+                position += 1
             else:
                 yield b".*"
         elif char == b"?":
             yield one
-            at += 1
+            position += 1
         elif char == b"[":
-            members, negated, at = _bracket(glob, at + 1)
+            members, negated, position = _bracket(glob, position + 1)
             if is_path:
                 members = members | {0x2F} if negated else members - {0x2F}
             inside = b"".join(b"\\x%02x" % member for member in sorted(members))
@@ -201,11 +201,11 @@ def _translated(glob: bytes, is_path: bool) -> Iterator[bytes]:
             else:
                 yield b"." if negated else b"(?!)"
         else:
-            at += char == b"\\"
-            if at == end:
+            position += char == b"\\"
+            if position == end:
                 raise _NeverMatches
-            yield re.escape(glob[at : at + 1])
-            at += 1
+            yield re.escape(glob[position : position + 1])
+            position += 1
 
 
 _CLASSES = {
@@ -224,44 +224,44 @@ _CLASSES = {
 }
 
 
-def _bracket(glob: bytes, at: int) -> tuple[set[int], bool, int]:
+def _bracket(glob: bytes, position: int) -> tuple[set[int], bool, int]:
     """Return a bracket's members, whether it is negated, and the position after it.
 
-    Its content begins at `at`. A `]` or `-` in first place is a member (`dowild`).
+    Its content begins at `position`. A `]` or `-` in first place is a member (`dowild`).
     """
-    negated = glob[at : at + 1] in (b"!", b"^")
-    at += negated
+    negated = glob[position : position + 1] in (b"!", b"^")
+    position += negated
     members: set[int] = set()
     previous, is_first = -1, True
-    while is_first or glob[at : at + 1] != b"]":
+    while is_first or glob[position : position + 1] != b"]":
         is_first = False
-        char = glob[at : at + 1]
-        if char == b"-" and previous > 0 and glob[at + 1 : at + 2] not in (b"", b"]"):
-            at += 1 + (glob[at + 1 : at + 2] == b"\\")
-            members |= {*range(previous, _byte(glob, at) + 1)}
+        char = glob[position : position + 1]
+        if char == b"-" and previous > 0 and glob[position + 1 : position + 2] not in (b"", b"]"):
+            position += 1 + (glob[position + 1 : position + 2] == b"\\")
+            members |= {*range(previous, _byte(glob, position) + 1)}
             previous = -1
-        elif char == b"[" and glob[at + 1 : at + 2] == b":":
-            closing = glob.find(b"]", at + 2)
+        elif char == b"[" and glob[position + 1 : position + 2] == b":":
+            closing = glob.find(b"]", position + 2)
             if closing < 0:
                 raise _NeverMatches
-            if closing > at + 2 and glob[closing - 1 : closing] == b":":
-                if glob[at + 2 : closing - 1] not in _CLASSES:
+            if closing > position + 2 and glob[closing - 1 : closing] == b":":
+                if glob[position + 2 : closing - 1] not in _CLASSES:
                     raise _NeverMatches
-                members |= {*_CLASSES[glob[at + 2 : closing - 1]]}
-                at, previous = closing, -1
+                members |= {*_CLASSES[glob[position + 2 : closing - 1]]}
+                position, previous = closing, -1
             else:
                 members.add(previous := char[0])
         else:
-            at += char == b"\\"
-            members.add(previous := _byte(glob, at))
-        at += 1
-    return members, negated, at + 1
+            position += char == b"\\"
+            members.add(previous := _byte(glob, position))
+        position += 1
+    return members, negated, position + 1
 
 
-def _byte(glob: bytes, at: int) -> int:
-    if at >= len(glob):
+def _byte(glob: bytes, position: int) -> int:
+    if position >= len(glob):
         raise _NeverMatches
-    return glob[at]
+    return glob[position]
 
 
 # -- attributes ------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class _AttributeFile:
 
 def _end_of(name: bytes) -> bytes:
     """Return a name from its last dot on; empty without one."""
-    return name[at:] if (at := name.rfind(b".")) >= 0 else b""
+    return name[dot:] if (dot := name.rfind(b".")) >= 0 else b""
 
 
 class Attributes:
@@ -321,15 +321,15 @@ class Attributes:
 
     def find(self, path: bytes) -> dict[str, State]:
         """Return the attributes of a file that are mentioned."""
-        found: dict[str, State] = {}
+        attributes: dict[str, State] = {}
         above, _, name = path.rpartition(b"/")
         if (files := self._files.get(above)) is None:
             files = self._files_for(above)
         for base, rules in files:
             for pattern, states in rules.near(name):
                 if not pattern.directory_only and pattern.matches(base, path, name):
-                    self._fill(found, states)
-        return found
+                    self._fill(attributes, states)
+        return attributes
 
     def _files_for(self, directory: bytes) -> list[tuple[bytes, _AttributeFile]]:
         """Return the files that apply in a directory, the nearest first, each with its base."""
@@ -344,12 +344,12 @@ class Attributes:
             self._files[directory] = files
         return files
 
-    def _fill(self, found: dict[str, State], states: _States) -> None:
+    def _fill(self, attributes: dict[str, State], states: _States) -> None:
         for name, state in states:
-            if name not in found:
-                found[name] = state
+            if name not in attributes:
+                attributes[name] = state
                 if state is True and name in self._macros:
-                    self._fill(found, self._macros[name])
+                    self._fill(attributes, self._macros[name])
 
 
 @lru_cache(maxsize=64)

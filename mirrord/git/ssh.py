@@ -32,7 +32,7 @@ def explain(
         return None
     file = remote.known_hosts or "the daemon's user's ~/.ssh/known_hosts"
     key = f"the host's key is {host_key}" if host_key else "the host's key is not told"
-    facts = {"host_key": host_key, "known_hosts": str(file)}
+    fields = {"host_key": host_key, "known_hosts": str(file)}
     if _MISSING.search(stderr):
         return errors.SshMissingError(
             f"cannot {doing}: ssh is not installed",
@@ -43,14 +43,14 @@ def explain(
             f"cannot {doing}: the host has another key than {file} says; {key}",
             hint="ask the host's administrator whether its key was changed; if so, replace its"
             f" line in {file}",
-            **facts,
+            **fields,
         )
     if "Host key verification failed" in stderr:
         return errors.HostKeyUnknownError(
             f"cannot {doing}: the host is not in {file}, or its line there is wrong; {key}",
             hint=f"compare the fingerprint with the published one, then add the host's line of"
             f" `ssh-keyscan` to {file}",
-            **facts,
+            **fields,
         )
     if re.search(r"Permission denied \(|Too many authentication failures|Load key ", stderr):
         used = remote.ssh_key or "the keys of the daemon's user"

@@ -106,7 +106,7 @@ class Context:
             if name.endswith(b".py"):
                 names[above + slash, name[: -len(b".py")]] = path
         helpers = [name.encode() for name in self.tests.imports]
-        places = {b"", *(each + b"/" for path in new for each in parents(path))}
+        places = {b"", *(parent + b"/" for path in new for parent in parents(path))}
         for place in places:
             for name in (b"__init__", b"conftest", *helpers):
                 path = place + name + b".py"

@@ -167,16 +167,16 @@ def _weighed(job: GradeJob, loaded: Sequence[Loaded]) -> tuple[list[Steering], d
     """Return the findings that stay in the grade or refuse it, and the paths to drop."""
     book, drops = book_of(job.rules), dict[bytes, Drop]()
     steering: dict[tuple[str, bytes], Steering] = {}
-    for each in loaded:
-        rule = book.named(each.rule)
+    for entry in loaded:
+        rule = book.named(entry.rule)
         policy = job.policies.of(rule)
-        if policy is Policy.DROP and each.paths:
-            drops |= {path: Drop(path, each.rule, each.detail) for path in each.paths}
+        if policy is Policy.DROP and entry.paths:
+            drops |= {path: Drop(path, entry.rule, entry.detail) for path in entry.paths}
             continue
         # what no path explains cannot be dropped
         action = "refused" if policy is Policy.DROP else ACTIONS[policy]
-        for path in each.paths or (encode_name(each.name),):
-            steering.setdefault((each.rule, path), finding(rule, path, action, each.detail))
+        for path in entry.paths or (encode_name(entry.name),):
+            steering.setdefault((entry.rule, path), finding(rule, path, action, entry.detail))
     return list(steering.values()), drops
 
 

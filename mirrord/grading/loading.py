@@ -51,7 +51,7 @@ class _Comparison(NamedTuple):
         before, after = self.base.config, self.graded.config
         if before == after:
             return
-        named = {encode_name(file) for each in (before, after) if (file := each["file"])}
+        named = {encode_name(file) for config in (before, after) if (file := config["file"])}
         paths = named & self.changed
         paths = paths or {path for path in self.changed if path.split(b"/")[-1] in _CONFIGURATION}
         keys = before["values"].keys() | after["values"].keys()
@@ -119,9 +119,9 @@ class _Comparison(NamedTuple):
     def _above(self, place: ModulePlace) -> tuple[bytes, ...]:
         """Return the path of the change that makes a file what it is: it, or a link above it."""
         for path in map(encode_name, place):
-            for each in (*parents(path), path):
-                if each in self.changed:
-                    return (each,)
+            for part in (*parents(path), path):
+                if part in self.changed:
+                    return (part,)
         return ()
 
     def _made_by(self, place: ModulePlace) -> tuple[bytes, ...]:

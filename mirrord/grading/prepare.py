@@ -174,9 +174,9 @@ def _names_in(base: BaseTree, below: Sequence[Path], directory: bytes) -> set[by
         with (
             suppress(OSError),
             opened(open_directory(layer)) as top,
-            opened(open_beneath(top, directory or b".")) as found,
+            opened(open_beneath(top, directory or b".")) as child,
         ):
-            names |= {name for name, kind in entries_in(found) if kind}  # else a whiteout
+            names |= {name for name, kind in entries_in(child) if kind}  # else a whiteout
     return names
 
 
@@ -227,8 +227,8 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
     if job.test_patch is None:
         return None
     key = job.mirror, job.tree, hashlib.sha256(job.test_patch).digest()
-    found = _tests_cache.pop(key, None)
-    if found is None:
+    tests = _tests_cache.pop(key, None)
+    if tests is None:
         base = BaseFiles(objects, job.tree)
         tolerant = ApplyStrategy.TOLERANT  # eight public sets have rows that git refuses
         try:
@@ -245,11 +245,11 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
         before = set[str]().union(*(imports_of(_content(objects, e)) for e in old if e))
         after = set[str]().union(*(imports_of(change.data) for change in changes))
         imports = frozenset(before), frozenset(after - before)
-        found = InstanceTests(changes, *imports, applied.strategy, tuple(applied.notes))
-    _tests_cache[key] = found
+        tests = InstanceTests(changes, *imports, applied.strategy, tuple(applied.notes))
+    _tests_cache[key] = tests
     while len(_tests_cache) > _CACHED:
         _tests_cache.popitem(last=False)
-    return found
+    return tests
 
 
 def _conversions(objects: Objects, base: BaseTree, changes: Iterable[Change]) -> Conversions:
@@ -291,13 +291,13 @@ def find_leftovers(
 ) -> list[Steering]:
     """Return the findings outside of the change; `changed` are all paths that may differ."""
     with tree.owner:
-        found = [*_in_git_directory(tree.reader, tree.owner, book)]
+        in_git = [*_in_git_directory(tree.reader, tree.owner, book)]
         files = list(islice(_iter_files(tree, changed), LOOKED_AT))
     seen: dict[tuple[str, str], Steering] = {}
     for path, mode in files:  # as the daemon's user, because the owner may not read the mirror
-        for each in _judged(path, mode, context, book):
-            seen[each.rule, each.path] = each
-    return [*found, *cut(seen.values(), _LEFT_NAMED)]
+        for left in _judged(path, mode, context, book):
+            seen[left.rule, left.path] = left
+    return [*in_git, *cut(seen.values(), _LEFT_NAMED)]
 
 
 def _iter_files(tree: Worktree, changed: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
@@ -312,8 +312,8 @@ def _iter_files(tree: Worktree, changed: Iterable[bytes]) -> Iterator[tuple[byte
                     continue
                 if mode := tree.modes.get(path):
                     yield path, mode
-                elif found := tree.reader.find_stat(path):
-                    yield path, found.st_mode
+                elif st := tree.reader.find_stat(path):
+                    yield path, st.st_mode
 
 
 def _judged(path: bytes, mode: int, context: Context, book: RuleBook) -> Iterator[Steering]:
@@ -334,9 +334,9 @@ def _judged(path: bytes, mode: int, context: Context, book: RuleBook) -> Iterato
 def _in_git_directory(reader: TreeReader, owner: ActingAs, book: RuleBook) -> Iterator[Steering]:
     """Find settings in `.git` that git would obey, run by anyone in the agent's tree."""
     rule = book.named("git-directory")
-    found = reader.find_stat(b".git")
-    if found is None or not stat.S_ISDIR(found.st_mode):
-        yield finding(rule, b".git", "left", "replaced" if found else "removed")
+    st = reader.find_stat(b".git")
+    if st is None or not stat.S_ISDIR(st.st_mode):
+        yield finding(rule, b".git", "left", "replaced" if st else "removed")
         return
     with suppress(OSError, errors.CheckoutBusyError, errors.TooLargeError):
         hooks = reader.find_stat(b".git/hooks")
@@ -348,8 +348,8 @@ def _in_git_directory(reader: TreeReader, owner: ActingAs, book: RuleBook) -> It
         if any(line.strip() and not line.startswith(b"#") for line in lines):
             yield finding(rule, path, "left", "has rules")
     config = _read(reader, owner, b".git/config")
-    for each in Filtering:
-        config = config.replace(each.config, b"")
+    for filtering in Filtering:
+        config = config.replace(filtering.config, b"")
     if config != CONFIG and (setting := _SETTINGS.search(config)):
         key = setting[0].decode(errors="replace").strip(" \t[=")
         yield finding(rule, b".git/config", "left", f"sets {key}")

@@ -387,18 +387,18 @@ def sift(
 
 def in_order(steering: Iterable[Steering], book: RuleBook) -> list[Steering]:
     """Return findings in the order of the table, not too many of a rule."""
-    return cut(sorted(steering, key=lambda found: book.place(found.rule)), NAMED)
+    return cut(sorted(steering, key=lambda item: book.place(item.rule)), NAMED)
 
 
 def must_not_refuse(steering: Iterable[Steering]) -> None:
     """Raise SteeringRefusedError with all findings if one is refused."""
-    if refused := [found for found in steering if found.action == "refused"]:
-        names = sorted({f"{each.path} ({each.rule})" for each in refused})
+    if refused := [item for item in steering if item.action == "refused"]:
+        names = sorted({f"{item.path} ({item.rule})" for item in refused})
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise SteeringRefusedError(
             f"cannot grade the change: it could steer the tests: {', '.join(names[:5])}{more}",
             hint="check it; `--policy drop` leaves it out, `--policy report` applies it",
-            steering=[each.to_json() for each in steering],
+            steering=[item.to_json() for item in steering],
         )
 
 
@@ -451,11 +451,11 @@ def finding(rule: Rule, path: bytes, action: Action, detail: str = "") -> Steeri
 def cut(steering: Iterable[Steering], most: int) -> list[Steering]:
     """Return at most `most` findings of each rule; the last one counts the others."""
     by_rule: dict[str, list[Steering]] = {}
-    for each in steering:
-        by_rule.setdefault(each.rule, []).append(each)
+    for item in steering:
+        by_rule.setdefault(item.rule, []).append(item)
     for some in by_rule.values():
         if (more := len(some) - most) > 0:
             last = some[most - 1]
             detail = f"{last.detail}, and {more:,} more".removeprefix(", ")
             some[most - 1 :] = [Steering(**{**vars(last), "detail": detail})]
-    return [each for some in by_rule.values() for each in some]
+    return [item for some in by_rule.values() for item in some]

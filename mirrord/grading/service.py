@@ -111,12 +111,12 @@ class Grading:
                 admitted = await self.leasing.admit(start, peer, process)
                 self.leasing.must_be_gradable(parent, admitted.terms.owner_uid)
                 base = replace(parent.base, layer=None, environment_layer=None)
-                found = ResolvedRequest(parent.mirror, base)
+                resolved = ResolvedRequest(parent.mirror, base)
                 changed = self.leasing.lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self.patches.job(parent), changed, order)
-                judged, found = await self._prepare(stack, admitted, found, source, policies)
+                judged, resolved = await self._prepare(stack, admitted, resolved, source, policies)
                 # under the lock: while it is held, the parent keeps its layer and environment
-                terms = admitted, found, judged, policies
+                terms = admitted, resolved, judged, policies
                 return await self._hand_out(began, *terms, parent.id), judged.prepared.diff
 
     async def grade_patch(
@@ -131,17 +131,19 @@ class Grading:
         began = time.perf_counter()
         policies = self.policies(policy)
         admitted = await self.leasing.admit(request, peer, process)
-        found = await self.resolver.resolve_start(request, self.leasing.naming(peer))
+        resolved = await self.resolver.resolve_start(request, self.leasing.naming(peer))
         with ExitStack() as stack:
-            async with self.resolver.completed(request, found, admitted.history, peer) as found:
-                judged, found = await self._prepare(stack, admitted, found, source, policies)
-                return await self._hand_out(began, admitted, found, judged, policies)
+            async with self.resolver.completed(
+                request, resolved, admitted.history, peer
+            ) as resolved:
+                judged, resolved = await self._prepare(stack, admitted, resolved, source, policies)
+                return await self._hand_out(began, admitted, resolved, judged, policies)
 
     async def _prepare(
         self,
         stack: ExitStack,
         admitted: Admitted,
-        found: ResolvedRequest,
+        resolved: ResolvedRequest,
         source: AgentTree | ModelPatch,
         policies: Policies,
     ) -> tuple[Judged, ResolvedRequest]:
@@ -149,17 +151,17 @@ class Grading:
 
         Also return what it is made from: prepared layers that others wrote are part of the change.
         """
-        settings, row = self.settings().grading, await self._row(found)
-        layered = split(found.base, self.leasing.access.is_admin, self.probes.owner[0])
-        before, found = found.base, found._replace(base=layered.base)
+        settings, row = self.settings().grading, await self._row(resolved)
+        layered = split(resolved.base, self.leasing.access.is_admin, self.probes.owner[0])
+        before, resolved = resolved.base, resolved._replace(base=layered.base)
         base, saved = layered.base, layered.base.saved
-        recipe = await self._recipe(found, row)
+        recipe = await self._recipe(resolved, row)
         own = [own_rule(own.name, own.paths, own.policy) for own in settings.rule]
         layers = self.layers.directory
         job = GradeJob(
-            mirror=self._objects(found, before),
+            mirror=self._objects(resolved, before),
             tree=base.clean_tree,
-            below=tuple(layers / each for each in saved.layers) if saved else (),
+            below=tuple(layers / name for name in saved.layers) if saved else (),
             layer=layers,
             test_patch=_test_patch_of(row),
             rules=(*own, *([runner_rule(files_of(recipe))] if recipe else [])),
@@ -168,22 +170,22 @@ class Grading:
             layered=before.clean_tree if layered.judged else None,
             left=tuple(map(_left_of, layered.judged)),
         )
-        return await self._judge.prepare(stack, job, source, admitted, found, recipe), found
+        return await self._judge.prepare(stack, job, source, admitted, resolved, recipe), resolved
 
-    def _objects(self, found: ResolvedRequest, before: Base) -> Path:
+    def _objects(self, resolved: ResolvedRequest, before: Base) -> Path:
         """Return the repository with the trees of all layers: that of the top one that has a tree
         of its own, which borrows from those below.
         """
-        mirror, layer = self.mirrors.path(found.mirror), before.saved
+        mirror, layer = self.mirrors.path(resolved.mirror), before.saved
         while layer is not None and layer.tree == before.plain_tree:
             layer = layer.below
         return objects_path(self.state_dir, mirror, replace(before, saved=layer))
 
     async def _recipe(
-        self, found: ResolvedRequest, row: InstanceRow | None
+        self, resolved: ResolvedRequest, row: InstanceRow | None
     ) -> protocol.Recipe | None:
         """Return the recipe of the environment, or else of the instance."""
-        if (environment := found.base.environment) is not None:
+        if (environment := resolved.base.environment) is not None:
             record = self.environments.store.record(environment.digest)
             written = record.facts["recipe"] if record else None
             return protocol.Recipe.from_json(written) if written else None
@@ -193,13 +195,13 @@ class Grading:
         self,
         began: float,
         admitted: Admitted,
-        found: ResolvedRequest,
+        resolved: ResolvedRequest,
         judged: Judged,
         policies: Policies,
         parent: CheckoutId | None = None,
     ) -> protocol.Grade:
         layer, prepared, prepared_s = judged.layer, judged.prepared, elapsed_s(began)
-        base = replace(found.base, layer=layer)
+        base = replace(resolved.base, layer=layer)
         snapshot = SavedState(
             name=GRADED, base=base, taken_at=self.leasing.clock(), git=False, left_out={},
             files=prepared.files, size_bytes=prepared.size_bytes,
@@ -207,7 +209,7 @@ class Grading:
         dropped = tuple(prepared.dropped[:_DROPPED_KEPT]), len(prepared.dropped)
         graded = Graded(layer, policies.text, prepared.strategy, *dropped)
         draft = replace(
-            self.leasing.draft(admitted, found.mirror, base),
+            self.leasing.draft(admitted, resolved.mirror, base),
             parent=parent, snapshots=(snapshot,), graded=graded,
         )  # fmt: skip
         lease, timings = await self.leasing.begin(draft, admitted)
@@ -234,13 +236,13 @@ class Grading:
                 default = policy
         return Policies(settings.policy, settings.policies, default, kinds)
 
-    async def _row(self, found: ResolvedRequest) -> InstanceRow | None:
-        if found.base.instance is None:
+    async def _row(self, resolved: ResolvedRequest) -> InstanceRow | None:
+        if resolved.base.instance is None:
             return None
-        row = await self.datasets.find_instance(found.base.instance, found.base.dataset)
+        row = await self.datasets.find_instance(resolved.base.instance, resolved.base.dataset)
         if row is None:  # its dataset was removed or replaced since the checkout
             raise InstanceNotFoundError(
-                f"cannot grade instance {found.base.instance}: no dataset has it now",
+                f"cannot grade instance {resolved.base.instance}: no dataset has it now",
                 hint="import its dataset again",
             )
         return row

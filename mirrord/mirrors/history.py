@@ -169,28 +169,28 @@ async def list_records(
     ]
 
 
-async def get_record(repository: Repository, at: str) -> RefRecord:
+async def get_record(repository: Repository, wanted: str) -> RefRecord:
     """Find a record by id (at least 7 digits), `latest`, or the ISO 8601 time it was in force.
 
     Raises NotFoundError, InvalidRequestError.
     """
     records = await list_records(repository, limit=EVERY_RECORD)
-    if at == "latest" and records:
+    if wanted == "latest" and records:
         return records[0]
     hint = "`mirrord ref log NAME` lists them"
-    failure = f"cannot find ref record {shown(at)} of mirror {repository.name}"
-    if re.fullmatch(r"[0-9a-f]{7,40}", at):
-        match [record for record in records if record.id.startswith(at)]:
+    failure = f"cannot find ref record {shown(wanted)} of mirror {repository.name}"
+    if re.fullmatch(r"[0-9a-f]{7,40}", wanted):
+        match [record for record in records if record.id.startswith(wanted)]:
             case [record]:
                 return record
-            case found:
-                fact = "several match" if found else "there is none"
+            case several:
+                fact = "several match" if several else "there is none"
                 raise NotFoundError(f"{failure}: {fact}", hint=hint)
     try:
-        moment = datetime.fromisoformat(at)
+        moment = datetime.fromisoformat(wanted)
     except ValueError as error:
         raise InvalidRequestError(
-            f"cannot read ref record {shown(at)}: it is neither an id nor a time",
+            f"cannot read ref record {shown(wanted)}: it is neither an id nor a time",
             hint="write a time as 2026-01-31T12:00:00Z",
         ) from error
     if moment.tzinfo is None:
@@ -201,19 +201,19 @@ async def get_record(repository: Repository, at: str) -> RefRecord:
     raise NotFoundError(f"{failure}: {first or 'there is none'}", hint=hint)
 
 
-async def columns_of(repository: Repository, known: str | None) -> dict[str, Any]:
+async def columns_of(repository: Repository, record: str | None) -> dict[str, Any]:
     """Return the columns of a mirror's row that depend on its refs.
 
-    `known` is the record in the row. It stays there while the history lacks it, until a heal has
+    `record` is the record in the row. It stays there while the history lacks it, until a heal has
     restored it or found that no donor has it.
     """
     refs = await repository.all_refs()
     tip = refs.get(HISTORY)
-    is_lost = known and known != tip and not (tip and await repository.is_ancestor(known, tip))
+    is_lost = record and record != tip and not (tip and await repository.is_ancestor(record, tip))
     return {
         "ref_count": len(followed_refs(refs)),
         "kept_count": sum(ref.startswith(KEPT) for ref in refs),
-        "history": known if is_lost else tip,
+        "history": record if is_lost else tip,
     }
 
 

@@ -80,9 +80,9 @@ class Inventory:
         pins = await self.catalog.list_pin_keys()
         limiter = anyio.CapacityLimiter(4)
         async with task_group() as tasks:
-            for path, found in await self._survey():
+            for path, pinned in await self._survey():
                 # work on a mirror that is being removed may make its directory again
-                if found is None and Repository(self.git, MirrorName("", ""), path).is_stub():
+                if pinned is None and Repository(self.git, MirrorName("", ""), path).is_stub():
                     log.warning("mirror.stub_removed", path=path.name)
                     await self.quarantine.discard(path)
                     continue
@@ -101,7 +101,7 @@ class Inventory:
                     row = MirrorRow(name=name, url=url, added_at=utc_now(), configured_url=url)
                     await self.catalog.put_mirror(row)
                     log.warning("mirror.adopted", mirror=str(name))
-                if row.history is None or found != pins.get(name.key, set()):
+                if row.history is None or pinned != pins.get(name.key, set()):
                     tasks.create_task(self._reconcile_at_start(name, limiter))
         # never synced, or deleted by hand: the next sync clones it; in a fleet the first request
         for row in gone.values() if not self.sharing.is_fleet else ():
@@ -162,8 +162,8 @@ class Inventory:
                 raise
             self._unclean[name.key] = name
             await self.catalog.update_mirror(name.key, error=problem.problem())
-            facts = {"code": problem.code, "detail": problem.message}
-            log.warning("mirror.damaged", mirror=str(name), **facts)
+            fields = {"code": problem.code, "detail": problem.message}
+            log.warning("mirror.damaged", mirror=str(name), **fields)
 
     async def _reconcile(self, repository: Repository) -> None:
         """Finish what was interrupted in one mirror, and bring its rows in line.
@@ -280,8 +280,8 @@ class Inventory:
         configured = default_url(self.settings(), name)
         upstream = parse_upstream(url or configured)
         async with self.lock(name):
-            found = await self.catalog.find_mirror(name.key)
-            if found is None:
+            existing = await self.catalog.find_mirror(name.key)
+            if existing is None:
                 row = MirrorRow(
                     name=name, url=upstream.url, added_at=utc_now(), configured_url=configured
                 )
@@ -293,14 +293,14 @@ class Inventory:
                 await self.sharing.enrol([row])
                 self.events.publish("mirror.added", mirror=str(name), url=upstream.shown)
                 return row
-        if url is not None and found.url != upstream.url:
+        if url is not None and existing.url != upstream.url:
             raise errors.ConflictError(
                 f"cannot add mirror {name}: it exists with another upstream",
-                hint=f"`mirrord mirror set-url {found.name} URL` follows another;"
-                f" `mirrord mirror show {found.name}` shows it as it is",
-                mirror=str(found.name),
+                hint=f"`mirrord mirror set-url {existing.name} URL` follows another;"
+                f" `mirrord mirror show {existing.name}` shows it as it is",
+                mirror=str(existing.name),
             )
-        return found
+        return existing
 
     async def remove(self, name: MirrorName) -> None:
         """Delete a mirror; raises ConflictError while something needs it."""

@@ -67,14 +67,14 @@ async def fetch_objects(
         try:
             servers = _servers(mirrors, row, url)
             for upstream, lfs_url in servers:
-                left = {each for each in pointers if not has_object(git_dir, each)}
+                left = {pointer for pointer in pointers if not has_object(git_dir, pointer)}
                 if left:
                     said = await _fetch(mirrors, row, upstream, lfs_url, sorted(left), sink)
         except StoppingError:
             raise
         except MirrordError as error:
             said = error.message
-        reasons |= {each.oid: said for each in pointers if not has_object(git_dir, each)}
+        reasons |= {pointer.oid: said for pointer in pointers if not has_object(git_dir, pointer)}
     had = [RecordedObject(pointer, url) for pointer, url in wanted if has_object(git_dir, pointer)]
     if had:
         await to_thread.run_sync(_record, git_dir, had)
@@ -125,7 +125,7 @@ async def _fetch(
             "lfs.activitytimeout=300",
         ]
         settings += [f"lfs.url={lfs_url}"] if lfs_url else []
-        words = [word for each in settings for word in ("-c", each)]
+        words = [word for setting in settings for word in ("-c", setting)]
         done = await scratch.run(
             # it fails for one absent object; what arrived is judged file by file
             *words, "lfs", "fetch", "origin", commit, remote=remote, ok=range(256),
@@ -158,7 +158,7 @@ def _last_line(done: GitResult, secrets: Iterable[str]) -> str:
     if "'lfs' is not a git command" in text:
         return "git-lfs is not installed"
     lines = text.splitlines()
-    line = next((each for each in lines if _CAUSE.search(each)), lines[-1])
+    line = next((cause for cause in lines if _CAUSE.search(cause)), lines[-1])
     for secret in secrets:
         line = line.replace(secret, "***")
     return shown(line.strip(), 300)
@@ -192,7 +192,7 @@ def _take_in(source: Path, git_dir: Path, pointers: Iterable[Pointer]) -> str | 
 def _record(git_dir: Path, had: Iterable[RecordedObject]) -> None:
     """Add objects to the list of those that a mirror should have, durably."""
     before = read_records(git_dir)
-    records = {each.pointer: each for each in (*before, *had)}.values()
+    records = {record.pointer: record for record in (*before, *had)}.values()
     content = records_bytes(records)
     if content != records_bytes(before) or not (git_dir / RECORDS).exists():
         write_durably(git_dir / RECORDS, content)
@@ -203,7 +203,9 @@ async def fetch_again(
 ) -> dict[str, str]:
     """Replace LFS objects that are damaged or gone; return those that could not be had."""
     git_dir = mirrors.path(row.name)
-    records = {each.pointer.oid: each for each in await to_thread.run_sync(read_records, git_dir)}
+    records = {
+        record.pointer.oid: record for record in await to_thread.run_sync(read_records, git_dir)
+    }
     for oid in oids:
         if object_path(git_dir, oid).exists():
             await mirrors.quarantine.discard(object_path(git_dir, oid))
@@ -223,11 +225,13 @@ async def write_objects(repository: Repository, objects: Path) -> Refs:
     The ref is the same for the same objects; there is none where the mirror has none.
     """
     records = await to_thread.run_sync(read_records, repository.path)
-    had = [each for each in records if has_object(repository.path, each.pointer)]
+    had = [record for record in records if has_object(repository.path, record.pointer)]
     if not had:
         return {}
     files: dict[str, bytes | Path] = {_LIST: records_bytes(had)}
-    files |= {each.pointer.oid: object_path(repository.path, each.pointer.oid) for each in had}
+    files |= {
+        record.pointer.oid: object_path(repository.path, record.pointer.oid) for record in had
+    }
     message, doing = f"LFS objects of {repository.name}", "write the LFS objects of a mirror"
     tip = await repository.write_commit(message, files, objects, doing=doing, timeout=_TIMEOUT)
     return {f"{IN_BUNDLE}{repository.name}": tip}
@@ -255,13 +259,13 @@ async def take_objects(
         raise InvalidBundleError(
             "cannot import the bundle: its list of LFS objects is bad"
         ) from error
-    wanted = [each for each in records if not has_object(git_dir, each.pointer)]
-    for each in wanted:
-        if each.pointer.size <= FILE_LIMIT_BYTES:
-            await read(each.pointer.oid, object_path(scratch, each.pointer.oid))
-    pointers = [each.pointer for each in wanted]
+    wanted = [record for record in records if not has_object(git_dir, record.pointer)]
+    for record in wanted:
+        if record.pointer.size <= FILE_LIMIT_BYTES:
+            await read(record.pointer.oid, object_path(scratch, record.pointer.oid))
+    pointers = [record.pointer for record in wanted]
     if wrong := await to_thread.run_sync(_take_in, scratch, git_dir, pointers):
         raise InvalidBundleError(f"cannot import the bundle: {wrong}")
-    had = [each for each in records if has_object(git_dir, each.pointer)]
+    had = [record for record in records if has_object(git_dir, record.pointer)]
     await to_thread.run_sync(_record, git_dir, had)
     return len(had)

@@ -138,17 +138,17 @@ def remove_stale_files(path: Path, age: timedelta) -> int:
     at a start, or under the mirror's lock. A file whose name has the number of its git is kept
     while that runs. Locks of linked worktrees belong to their owners and stay.
     """
-    now, found = time.time(), list[Path]()
+    now, candidates = time.time(), list[Path]()
     for file, git_pid in iter_temporary_files(path):
         if git_pid and not _is_running_git(git_pid):
-            found.append(file)
+            candidates.append(file)
             continue
         oldest = now - (_REUSED_S if git_pid else age.total_seconds())
         with suppress(FileNotFoundError):
             if file.lstat().st_mtime <= oldest:
-                found.append(file)
-    held = held_files(path) if found else set()
-    stale = [file for file in found if file not in held]
+                candidates.append(file)
+    held = held_files(path) if candidates else set()
+    stale = [file for file in candidates if file not in held]
     for file in stale:
         file.unlink(missing_ok=True)
         log.info("stale_file.removed", path=str(file.relative_to(path.parent)))

@@ -244,8 +244,8 @@ class Pins:
         try:
             await self._settle(repository, pending)
         except Exception as error:  # noqa: BLE001 the caller raises the first error
-            facts = {"owner": pending.owner, "count": len(pending.commits), "detail": str(error)}
-            log.warning("pins.pending", mirror=str(repository.name), **facts)
+            fields = {"owner": pending.owner, "count": len(pending.commits), "detail": str(error)}
+            log.warning("pins.pending", mirror=str(repository.name), **fields)
             self._pending.setdefault(repository.name.key, []).append(pending)
 
     async def _settle(self, repository: Repository, pending: _Unfinished) -> None:

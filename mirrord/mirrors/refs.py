@@ -60,11 +60,11 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
     for line in lines:
         if line.startswith("ref: ") and line.endswith("\tHEAD"):
             head = line[5:-5]
-        found = find(line)
+        match = find(line)
         # `^{}` marks what an annotated tag leads to, listed after the tag itself
-        if not found or found[2].startswith(_NEVER_FOLLOWED) or found[2].endswith("^{}"):
+        if not match or match[2].startswith(_NEVER_FOLLOWED) or match[2].endswith("^{}"):
             continue
-        oid, ref = found.groups()
+        oid, ref = match.groups()
         if is_safe_ref(ref):
             refs[ref] = oid
         else:

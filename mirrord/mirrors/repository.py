@@ -128,14 +128,14 @@ class Repository:
         wanted = sorted(set(oids))
         doing = f"look up objects of mirror {self.name}"
         objects = await object_info(self.git, self.path, wanted, doing=doing)
-        return {each.name for each in objects if each.kind == "missing"}
+        return {info.name for info in objects if info.kind == "missing"}
 
     async def commits_of(self, oids: Iterable[str]) -> set[str]:
         """Return the commits among the objects, and those that tags among them lead to."""
         peeled = [f"{oid}^{{commit}}" for oid in sorted(set(oids))]
         doing = f"look up commits of mirror {self.name}"
         objects = await object_info(self.git, self.path, peeled, doing=doing)
-        return {each.oid for each in objects if each.exists}
+        return {info.oid for info in objects if info.exists}
 
     async def is_ancestor(self, old: str, new: str) -> bool:
         """True if a move of a ref from `old` to `new` loses nothing; False for non-commits."""
@@ -221,7 +221,7 @@ def changed_settings(config: Path) -> str:
         return f"it cannot be read: {error.strerror}"
     if text == CONFIGURATION:
         return ""
-    wanted, present = (Counter(map(str.strip, each.splitlines())) for each in (CONFIGURATION, text))
+    wanted, present = (Counter(map(str.strip, body.splitlines())) for body in (CONFIGURATION, text))
     changes = [f"it lacks {line}" for line in wanted - present]
     changes += [f"{legible(line[:100])} is not ours" for line in present - wanted]
     more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
@@ -267,7 +267,7 @@ def read_refs(git_dir: Path) -> dict[str, str] | None:
     matched = sum(map(len, packed)) + 42 * (len(packed) + text.count("\n^"))
     names = text + "".join(f"{ref}\n" for ref in loose)
     is_plain = header and header.end() + matched == len(text)
-    if not is_plain or any(each in names for each in _NEVER_IN_NAMES):
+    if not is_plain or any(part in names for part in _NEVER_IN_NAMES):
         return None
     refs = packed | loose
     return {ref: refs[ref] for ref in sorted(refs, key=encode_name)}

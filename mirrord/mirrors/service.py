@@ -73,9 +73,9 @@ class Mirrors(Inventory):
         Raises and records an UpstreamError: an UpstreamLossError where upstream lost most of its
         refs, unless `accept_loss`. `retry_faults` asks for refs that upstream could not give.
         """
-        found = await self.resolve_name(str(name))
-        key = f"{found.key} {accept_loss} {retry_faults}"
-        run = partial(self._sync, found, accept_loss, retry_faults)
+        resolved = await self.resolve_name(str(name))
+        key = f"{resolved.key} {accept_loss} {retry_faults}"
+        run = partial(self._sync, resolved, accept_loss, retry_faults)
         return await self._syncs.join(key, run, progress)
 
     async def _sync(
@@ -112,8 +112,8 @@ class Mirrors(Inventory):
             url = mask_url(row.url)
             self.events.publish("mirror.redirected", mirror=str(row.name), url=url, to=to)
         took = round((utc_now() - started_at).total_seconds(), 3)
-        facts = {"summary": result.summary, "faults": len(result.faults), "duration_s": took}
-        self.events.publish("mirror.synced", mirror=str(row.name), changed=result.changed, **facts)
+        fields = {"summary": result.summary, "faults": len(result.faults), "duration_s": took}
+        self.events.publish("mirror.synced", mirror=str(row.name), changed=result.changed, **fields)
         return result
 
     async def _ask(
@@ -145,10 +145,10 @@ class Mirrors(Inventory):
                 )
 
     async def _record_failure(
-        self, name: MirrorName, error: errors.MirrordError, at: datetime
+        self, name: MirrorName, error: errors.MirrordError, attempted_at: datetime
     ) -> None:
         """Record why a sync failed, so that the mirror is not shown as ready without a word."""
-        await self.catalog.update_mirror(name.key, attempted_at=at, error=error.problem())
+        await self.catalog.update_mirror(name.key, attempted_at=attempted_at, error=error.problem())
         self._unsynced[name.key] = error.code  # not its message, because health is public
         fact = {"code": error.code, "detail": error.message}
         self.events.publish("mirror.failed", mirror=str(name), **fact)
@@ -311,7 +311,7 @@ class Mirrors(Inventory):
 
         Leaves out what is missing.
         """
-        names = [(name, each) for each in revisions for name in names_of_revision(each)]
+        names = [(name, revision) for revision in revisions for name in names_of_revision(revision)]
         if not names:
             return {}
         doing = f"look up branches of mirror {name}"
@@ -454,7 +454,7 @@ class Mirrors(Inventory):
         """Ask an upstream for its refs with the entry that applies to it; changes nothing."""
         upstream = parse_upstream(url)
         entry = self.credentials.find(upstream.remote.url)
-        facts: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "url": upstream.shown,
             "credential": entry.url if entry else None,
             "secret": next(iter(entry.sources), None) if entry else None,
@@ -469,8 +469,8 @@ class Mirrors(Inventory):
                 )  # fmt: skip
         except errors.UpstreamError as error:
             problem = protocol.Problem.from_json(error.problem())
-            return protocol.CredentialCheck(**facts, accepted=False, error=problem)
-        return protocol.CredentialCheck(**facts, accepted=True)
+            return protocol.CredentialCheck(**fields, accepted=False, error=problem)
+        return protocol.CredentialCheck(**fields, accepted=True)
 
     # -- pins -----------------------------------------------------------------------------------
 

@@ -55,13 +55,13 @@ async def sync(
     offer = await fetcher.offer(patterns, may_be_empty=accept_loss or is_empty)
     if not accept_loss:
         must_not_vanish(repository.name, old, offer)
-    known = {it.commit: it for it in known_faults if offer.refs.get(it.ref) == it.commit}
-    must_rest = not retry_faults and _must_rest(offer, old, known.values())
-    failed = await _fetch_missing(fetcher, offer, present, known, must_rest=must_rest)
+    earlier = {it.commit: it for it in known_faults if offer.refs.get(it.ref) == it.commit}
+    must_rest = not retry_faults and _must_rest(offer, old, earlier.values())
+    failed = await _fetch_missing(fetcher, offer, present, earlier, must_rest=must_rest)
     offer = await _without_strange_branches(repository, offer, failed)
     if offer.redirected_to and not accept_loss:
         await _must_continue(repository, old, offer, failed.keys())
-    parentless = await _fetch_parentless(fetcher, failed, known)
+    parentless = await _fetch_parentless(fetcher, failed, earlier)
     if offer.refs and not parentless and len(failed) == len(set(offer.refs.values())) and not old:
         raise next(iter(failed.values()))
     now = utc_now()
@@ -71,7 +71,7 @@ async def sync(
             commit=oid,
             reason=failed[oid].message,
             code=failed[oid].code,
-            asked_at=known[oid].asked_at if must_rest and oid in known else now,
+            asked_at=earlier[oid].asked_at if must_rest and oid in earlier else now,
             parentless=parentless.get(oid),
         )
         for ref, oid in offer.refs.items()
@@ -106,23 +106,23 @@ async def sync(
     )
 
 
-def _must_rest(offer: refs.Offer, old: Refs, known: Collection[RefFault]) -> bool:
+def _must_rest(offer: refs.Offer, old: Refs, earlier: Collection[RefFault]) -> bool:
     """True if known faults are left alone: upstream moved nothing else, and a day has not passed.
 
     A search for what is damaged costs an upstream many fetches.
     """
-    faulty = {fault.ref for fault in known}
+    faulty = {fault.ref for fault in earlier}
     offered = {ref: oid for ref, oid in offer.refs.items() if ref not in faulty}
     held = {ref: oid for ref, oid in old.items() if ref not in faulty}
     now = utc_now()
-    return offered == held and all(it.asked_at and now - it.asked_at < _REST for it in known)
+    return offered == held and all(it.asked_at and now - it.asked_at < _REST for it in earlier)
 
 
 async def _fetch_missing(
     fetcher: Fetcher,
     offer: refs.Offer,
     present: Refs,
-    known: Mapping[str, RefFault],
+    earlier: Mapping[str, RefFault],
     *,
     must_rest: bool,
 ) -> dict[str, MirrordError]:
@@ -135,10 +135,10 @@ async def _fetch_missing(
     held = set(present.values())
     missing = (ref for ref, oid in offer.refs.items() if oid not in held)
     wanted = list(dict.fromkeys(offer.refs[ref] for ref in sorted(missing, key=rank)))
-    fresh = [oid for oid in wanted if oid not in known]
-    again = [oid for oid in wanted if oid in known]
+    fresh = [oid for oid in wanted if oid not in earlier]
+    again = [oid for oid in wanted if oid in earlier]
     if must_rest:
-        return {oid: _as_error(known[oid]) for oid in again}
+        return {oid: _as_error(earlier[oid]) for oid in again}
     failed = await fetcher.fetch(fresh) if fresh else {}
     futile = 0
     while broken := [oid for oid in fresh if isinstance(failed.get(oid), TransferBrokenError)]:
@@ -151,7 +151,7 @@ async def _fetch_missing(
     for error in failed.values():
         if isinstance(error, errors.UpstreamUnavailableError):
             return failed | dict.fromkeys(again, error)
-    reasons = {oid: fault.reason for oid, fault in known.items()}
+    reasons = {oid: fault.reason for oid, fault in earlier.items()}
     return failed | (await fetcher.fetch(again, reasons) if again else {})
 
 
@@ -160,11 +160,11 @@ def _as_error(fault: RefFault) -> MirrordError:
 
 
 async def _fetch_parentless(
-    fetcher: Fetcher, failed: Mapping[str, MirrordError], known: Mapping[str, RefFault]
+    fetcher: Fetcher, failed: Mapping[str, MirrordError], earlier: Mapping[str, RefFault]
 ) -> dict[str, CommitId]:
     """Return what the mirror has in place of commits of a shallow upstream."""
     shallow = [oid for oid, error in failed.items() if is_shallow(error.message)]
-    held = {oid: known[oid].parentless for oid in shallow if oid in known}
+    held = {oid: earlier[oid].parentless for oid in shallow if oid in earlier}
     parentless = {oid: CommitId(commit) for oid, commit in held.items() if commit}
     absent = await fetcher.repository.absent(parentless.values()) if parentless else set()
     missing = [oid for oid in shallow if oid not in parentless or parentless[oid] in absent]

@@ -220,17 +220,17 @@ def read_directory(top: Path) -> Contents:
     reader = _ContentsReader(is_archive=False)
     contents, tree = reader.contents, reader.top
     with reader.bounded(""):
-        for found in walk(top, one_device=True):
-            if found.kind == "unreadable":
-                contents.unreadable(found.where, "it cannot be read")
-            elif found.kind == "mount":
-                contents.note(found.where, "not entered: another file system")
-            elif found.kind == "file":
-                reader.read_file(found.path, found.where)
+        for entry in walk(top, one_device=True):
+            if entry.kind == "unreadable":
+                contents.unreadable(entry.where, "it cannot be read")
+            elif entry.kind == "mount":
+                contents.note(entry.where, "not entered: another file system")
+            elif entry.kind == "file":
+                reader.read_file(entry.path, entry.where)
             else:
-                tree.files[found.where] = None
-                if found.kind == "link":
-                    reader.read_link(tree, found.where, os.readlink(found.path))
+                tree.files[entry.where] = None
+                if entry.kind == "link":
+                    reader.read_link(tree, entry.where, os.readlink(entry.path))
     return contents
 
 
@@ -393,8 +393,8 @@ def _must_be_small(file: IO[bytes]) -> None:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _ZIP_END_BYTES))
     end = file.read()
-    at = end.rfind(b"PK\5\6")
-    listed = int.from_bytes(end[at + 12 : at + 16], "little")
-    if at < 0 or listed > _ZIP_LIST_LIMIT_BYTES or end[max(0, at - 20) :].startswith(b"PK\6\7"):
+    eocd = end.rfind(b"PK\5\6")
+    listed = int.from_bytes(end[eocd + 12 : eocd + 16], "little")
+    if eocd < 0 or listed > _ZIP_LIST_LIMIT_BYTES or end[max(0, eocd - 20) :].startswith(b"PK\6\7"):
         raise TooMuchError("its list of members is missing, or larger than 64 MiB")
     file.seek(0, os.SEEK_END)

@@ -53,13 +53,15 @@ class RootFilesystem(NamedTuple):
 
     def git_directories(self) -> dict[str, bool]:
         """Return every directory with HEAD and objects, and whether its HEAD is visible."""
-        stores = {at for _, tree in self.layers for path in tree.files for at in _stores_of(path)}
+        stores = {
+            store for _, tree in self.layers for path in tree.files for store in _stores_of(path)
+        }
         directories = dict[str, bool]()
         for number, (_, tree) in enumerate(self.layers):
-            for at in stores:
-                head = f"{at}/HEAD" if at else "HEAD"
+            for store in stores:
+                head = f"{store}/HEAD" if store else "HEAD"
                 if head in tree.files or head in tree.links:
-                    directories[at] = directories.get(at, False) or self.shows(number, head)
+                    directories[store] = directories.get(store, False) or self.shows(number, head)
         return directories
 
 
@@ -78,11 +80,11 @@ def _covers(above: ScannedTree, path: str) -> bool:
 
 
 def _stores_of(path: str) -> Iterator[str]:
-    at = path.find("objects/")
-    while at >= 0:
-        if at == 0 or path[at - 1] == "/":
-            yield path[: max(0, at - 1)]
-        at = path.find("objects/", at + 1)
+    start = path.find("objects/")
+    while start >= 0:
+        if start == 0 or path[start - 1] == "/":
+            yield path[: max(0, start - 1)]
+        start = path.find("objects/", start + 1)
 
 
 # -- finding the layers ----------------------------------------------------------------------------
@@ -133,10 +135,12 @@ def _laid_out(contents: Contents) -> list[list[str]]:
         with suppress(KeyError, TypeError, ValueError, RecursionError, AttributeError):
             document = _document(contents, name)
             if depth < _NESTED_LIMIT:
-                pending += [(_blob(each), depth + 1) for each in document.get("manifests", [])]
+                pending += [
+                    (_blob(manifest), depth + 1) for manifest in document.get("manifests", [])
+                ]
             if "layers" in document:
-                tars = [each for each in document["layers"] if ".tar" in each["mediaType"]]
-                images.append([_blob(each) for each in tars])
+                tars = [layer for layer in document["layers"] if ".tar" in layer["mediaType"]]
+                images.append([_blob(layer) for layer in tars])
     return images
 
 
@@ -159,7 +163,7 @@ def take_out(
     No link is made, so no name leads out of `into`.
     """
     wanted = dict[tuple[str, str], list[str]]()
-    starts = tuple(f"{at}/" if at else "" for at in directories)
+    starts = tuple(f"{directory}/" if directory else "" for directory in directories)
     for number, (key, tree) in enumerate(view.layers):
         for path in (*tree.files, *tree.links):
             if path.startswith(starts) and view.shows(number, path):
@@ -191,7 +195,7 @@ def _members_of(archive: Path, keys: set[str]) -> Iterator[tuple[str, Member]]:
             if member.path in keys and member.source:
                 inner = open_tar(member.source, member.info.size)
                 members = iter_tar(inner) if inner else ()
-                yield from ((member.path, each) for each in members if isinstance(each, Member))
+                yield from ((member.path, item) for item in members if isinstance(item, Member))
 
 
 def _copy(member: Member, target: Path, first: Path) -> None:

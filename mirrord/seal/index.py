@@ -59,11 +59,11 @@ def read_index(data: bytes) -> Index:
 
 
 def _read_entry(
-    data: bytes, at: int, version: int, before: bytes, index: Index
+    data: bytes, offset: int, version: int, before: bytes, index: Index
 ) -> tuple[int, bytes]:
     """Read one entry; return the offset of the next, and this one's path."""
-    *fields, oid, flags = _ENTRY.unpack_from(data, at)
-    start = at + _ENTRY.size + (2 if version > 2 and flags & _EXTENDED else 0)
+    *fields, oid, flags = _ENTRY.unpack_from(data, offset)
+    start = offset + _ENTRY.size + (2 if version > 2 and flags & _EXTENDED else 0)
     if version == 4:  # prefix compression: bytes to cut from the previous path, then a suffix
         cut = data[start] & 0x7F
         while data[start] & 0x80:
@@ -76,7 +76,7 @@ def _read_entry(
     else:
         end = data.index(b"\0", start)
         # 1 to 8 NULs, so that the next entry begins at a multiple of eight
-        path, following = data[start:end], end + 8 - (end - at) % 8
+        path, following = data[start:end], end + 8 - (end - offset) % 8
         if data[end:following].strip(b"\0"):
             raise ValueError("there are bytes between two entries")
     index.paths.add(path)
@@ -93,12 +93,13 @@ def _read_extension(name: bytes, data: bytes, index: Index) -> None:
     if name != b"TREE":
         named = name.decode("ascii", "backslashreplace")
         raise ValueError(f"it has an extension {named}, which may contain anything")
-    at = 0
-    while at < len(data):  # name, NUL, entries, space, subtrees, newline; id unless entries is -1
-        after_name = data.index(b"\0", at) + 1
+    offset = 0
+    # name, NUL, entries, space, subtrees, newline; id unless entries is -1
+    while offset < len(data):
+        after_name = data.index(b"\0", offset) + 1
         line = data.index(b"\n", after_name - 1)
         entries, _, _ = data[after_name:line].partition(b" ")
-        at = line + 1
+        offset = line + 1
         if int(entries) >= 0:
-            index.objects.add(data[at : at + _ID_BYTES])
-            at += _ID_BYTES
+            index.objects.add(data[offset : offset + _ID_BYTES])
+            offset += _ID_BYTES

@@ -59,11 +59,11 @@ def read_layer(layer: ScannedLayer) -> None:
     tree = contents.trees[""]
     text = json.dumps({
         "files": {path: oid and oid.hex() for path, oid in tree.files.items()},
-        "inside": [(each.archive, each.member, each.oid.hex()) for each in tree.inside],
+        "inside": [(inside.archive, inside.member, inside.oid.hex()) for inside in tree.inside],
         "packs": sorted(tree.packs),
         # every byte as one character: these files need not be UTF-8
         "texts": {path: content.decode("latin-1") for path, content in tree.texts.items()},
-        "leaks": [(each.path, each.detail) for each in contents.leaks],
+        "leaks": [(leak.path, leak.detail) for leak in contents.leaks],
         "notes": contents.notes,
     })  # fmt: skip
     new = layer.listed.with_name(f".building-{layer.listed.name}")
@@ -75,7 +75,7 @@ def _listed(layer: ScannedLayer) -> tuple[ScannedTree, dict[str, Any]]:
     listed = loads(read_plain(layer.listed))
     tree = ScannedTree(
         files={path: oid and bytes.fromhex(oid) for path, oid in listed["files"].items()},
-        inside=[Inside(at, member, bytes.fromhex(oid)) for at, member, oid in listed["inside"]],
+        inside=[Inside(path, member, bytes.fromhex(oid)) for path, member, oid in listed["inside"]],
         packs=set(listed["packs"]),
         texts={path: content.encode("latin-1") for path, content in listed["texts"].items()},
     )
@@ -105,7 +105,7 @@ def scan_layers(
             for number, path, fact in unreadable
         ]
         leaks += [*scan.files(), *scan.packs(), *scan.installed(), *scan.repositories()]
-        return LayerScan([each for each in leaks if not each.hidden], contents.notes, future.known)
+        return LayerScan([leak for leak in leaks if not leak.hidden], contents.notes, future.known)
 
 
 class _KnownFuture(Future):
@@ -115,7 +115,7 @@ class _KnownFuture(Future):
         super().__init__(mirror, base, scratch)
         self._inside: set[bytes] | None = None
         if inside is not None:
-            self._inside = {inside[at : at + 20] for at in range(0, len(inside), 20)}
+            self._inside = {inside[start : start + 20] for start in range(0, len(inside), 20)}
         self._is_whole, self._found = True, set[bytes]()
 
     def outside(self, ids: Iterable[bytes]) -> dict[bytes, str]:
@@ -162,15 +162,15 @@ class _LayersScan(Scan):
 
     def repositories(self) -> Iterator[RootLeak]:
         """Judge each repository by its visible objects; of other projects' report only damage."""
-        for at in self.stores[0]:
+        for store in self.stores[0]:
             ids = set[bytes]()
-            yield from self._read_store(at, ids)
+            yield from self._read_store(store, ids)
             if ids:
-                yield from self._judge(at or ".", ids)
+                yield from self._judge(store or ".", ids)
 
-    def _read_store(self, at: str, ids: set[bytes]) -> Iterator[RootLeak]:
+    def _read_store(self, store: str, ids: set[bytes]) -> Iterator[RootLeak]:
         """Collect the ids of a repository's objects; yield what cannot be known."""
-        objects = f"{at}/objects/" if at else "objects/"
+        objects = f"{store}/objects/" if store else "objects/"
         shown = {
             path.removeprefix(objects): directory / path
             for number, directory in enumerate(self._paths)
@@ -195,28 +195,28 @@ class _LayersScan(Scan):
                 fact = f"it cannot be read: {error}"
             if fact:
                 # of the repository: what is left of it could be indexed again
-                yield RootLeak(kind="unreadable", path=at or ".", detail=f"{name}: {fact}")
+                yield RootLeak(kind="unreadable", path=store or ".", detail=f"{name}: {fact}")
 
-    def _judge(self, at: str, ids: Collection[bytes]) -> Iterator[RootLeak]:
+    def _judge(self, path: str, ids: Collection[bytes]) -> Iterator[RootLeak]:
         outside = self._future.outside(ids)
         commits = sorted(oid.hex() for oid, kind in outside.items() if kind == "commit")
         if commits or set(outside.values()) - {"blob"}:
             example = f", such as commit {commits[0]}" if commits else ""
             fact = f"has {len(outside):,} objects outside of the base commit{example}"
-            yield RootLeak(kind="repository", path=at, detail=fact)
+            yield RootLeak(kind="repository", path=path, detail=fact)
         elif self._future.past.isdisjoint(ids):
             places = self._future.places(outside).items() if outside else ()
             named = [place for _, place in places if not is_licence("licence", place)]
             if named:
                 fact = f"has the content of {named[0].name} of {named[0].commit}"
-                yield RootLeak(kind="repository", path=at, detail=fact)
+                yield RootLeak(kind="repository", path=path, detail=fact)
             else:
-                self._contents.note(at, "a repository of another project")
+                self._contents.note(path, "a repository of another project")
         elif outside or (unknown := self._known.unknown(ids)):
             fact = f"has {len(outside or unknown):,} objects that the base commit does not reach"
-            yield RootLeak(kind="repository", path=at, detail=fact)
+            yield RootLeak(kind="repository", path=path, detail=fact)
         else:
-            self._contents.note(at, "a repository with nothing but the past of the base commit")
+            self._contents.note(path, "a repository with nothing but the past of the base commit")
 
 
 def as_paths(leaks: Iterable[RootLeak]) -> list[str]:
@@ -225,10 +225,10 @@ def as_paths(leaks: Iterable[RootLeak]) -> list[str]:
     A `!` is before the member of an archive, or in a name: both are named.
     """
     parts = [leak.path.split("!") for leak in leaks]
-    paths = {"!".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}
+    paths = {"!".join(names[:end]) for names in parts for end in range(1, len(names) + 1)}
     if "." in paths:  # a root that is a repository: without objects it is none
         paths = paths - {"."} | {"objects"}
-    return sorted(path for path in paths if not any(each in paths for each in _above(path)))
+    return sorted(path for path in paths if not any(above in paths for above in _above(path)))
 
 
 def _above(path: str) -> Iterator[str]:

@@ -51,7 +51,7 @@ def _direct_url(content: str, project: str) -> Iterator[Lead]:
     """PEP 610: pip and uv record an installation that is not from an index."""
     try:
         record = loads(content)
-        url, facts = urlsplit(str(record["url"])), {**record.get("vcs_info", {})}
+        url, vcs = urlsplit(str(record["url"])), {**record.get("vcs_info", {})}
         is_editable = record.get("dir_info", {}).get("editable") is True
         is_archive = "archive_info" in record
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -59,9 +59,9 @@ def _direct_url(content: str, project: str) -> Iterator[Lead]:
         return
     if is_editable:
         yield Lead("editable", _EDITABLE, unquote(url.path))
-    elif facts or (is_archive and url.scheme != "file"):
+    elif vcs or (is_archive and url.scheme != "file"):
         names = {part.removesuffix(".git").lower() for part in url.path.split("/")}
-        commit = str(facts.get("commit_id", ""))
+        commit = str(vcs.get("commit_id", ""))
         fact = f"installed from {shown(masked(record['url']), 200)}"
         fact += f" at {commit}" if (is_id := _COMMIT.fullmatch(commit)) else ""
         yield Lead("direct-url", fact, None, commit if is_id else None, project.lower() in names)

@@ -25,13 +25,13 @@ def lfs_leaks(git_dir: Path, private: Path, head: str | None) -> Iterator[SealLe
     named = _pointers_of(private, head) if head else set[str]()
     for file in walk(git_dir / OBJECTS):
         where = f"{OBJECTS}/{shown(file.where)}"
-        found = _NAME.fullmatch(file.where) if file.kind == "file" else None
-        if found is None:
+        match = _NAME.fullmatch(file.where) if file.kind == "file" else None
+        if match is None:
             yield SealLeak(kind="stray-file", detail=f"{where} is not an LFS object")
-        elif found[3] not in named:
-            yield SealLeak(kind="object", detail=f"LFS object {found[3]} is of no pointer of HEAD")
-        elif _digest(file.path) != found[3]:
-            yield SealLeak(kind="damaged", detail=f"LFS object {found[3]} does not match its id")
+        elif match[3] not in named:
+            yield SealLeak(kind="object", detail=f"LFS object {match[3]} is of no pointer of HEAD")
+        elif _digest(file.path) != match[3]:
+            yield SealLeak(kind="damaged", detail=f"LFS object {match[3]} does not match its id")
 
 
 def _pointers_of(private: Path, head: str) -> set[str]:

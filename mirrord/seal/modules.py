@@ -35,8 +35,8 @@ def gitlinks_of(private: Path, head: str) -> dict[str, str]:
         "ls-tree", "-r", "-z", head, git_dir=private, ok=range(256), doing=f"list {head}"
     )
     rows = decode_name(listed.stdout).split("\0")
-    facts = (row.partition("\t") for row in rows if row.startswith("160000 "))
-    return {path: row.split()[2] for row, _, path in facts}
+    entries = (row.partition("\t") for row in rows if row.startswith("160000 "))
+    return {path: row.split()[2] for row, _, path in entries}
 
 
 def find_modules(
@@ -46,7 +46,7 @@ def find_modules(
     top, modules = _work_tree(repository), repository.git_dir / "modules"
     if head is None or not modules.is_dir() or modules.is_symlink():
         return []
-    found = []
+    stores = []
     for path, commit in gitlinks_of(private, head).items():
         work_tree = top / os.fsdecode(encode_name(path))
         pointer = read_text(work_tree / ".git") or ""
@@ -57,8 +57,8 @@ def find_modules(
         if pointer.startswith("gitdir: ") and is_inside and (target / "HEAD").is_file():
             inner = repository_at(target)._replace(path=work_tree, work_tree=work_tree)
             where = decode_name(os.fsencode(target.relative_to(repository.git_dir)))
-            found.append(ModuleStore(path, commit, where, inner))
-    return found
+            stores.append(ModuleStore(path, commit, where, inner))
+    return stores
 
 
 def _work_tree(repository: ForeignRepository) -> Path:

@@ -96,8 +96,8 @@ def resolve_head(repository: ForeignRepository) -> str | None:
     text = read_text(repository.git_dir / "HEAD") or ""
     for _ in range(_SYMREF_DEPTH):
         if not text.startswith("ref:"):
-            found = _OID.match(text.strip())
-            return found[0] if found else None
+            match = _OID.match(text.strip())
+            return match[0] if match else None
         ref = text.removeprefix("ref:").strip(" \t\n")  # a name may end with a blank of Unicode
         if ".." in ref:
             return None
@@ -127,13 +127,13 @@ def judge_control(
     else:
         yield from _judge_lender(repository.lender, private, modules)
     for directory in repository.directories:
-        for found in walk(directory, skip=_JUDGED_APART):
-            if not is_within(found.where, modules):
-                yield from _judge(found, private)
+        for file in walk(directory, skip=_JUDGED_APART):
+            if not is_within(file.where, modules):
+                yield from _judge(file, private)
 
 
 def is_within(where: str, directories: Sequence[str]) -> bool:
-    return any(where.startswith(f"{each}/") for each in directories)
+    return any(where.startswith(f"{directory}/") for directory in directories)
 
 
 def _judge_lender(git_dir: Path, private: Path, modules: Sequence[str]) -> Judgement:
@@ -149,46 +149,46 @@ def _judge_lender(git_dir: Path, private: Path, modules: Sequence[str]) -> Judge
         yield leak("alternate", f"the alternate {git_dir} has no HEAD")
     else:
         yield Named("alternate", f"HEAD of {git_dir}", head)
-    for found in walk(git_dir, skip=_JUDGED_APART):
-        if is_within(found.where, modules):
+    for file in walk(git_dir, skip=_JUDGED_APART):
+        if is_within(file.where, modules):
             continue
-        if found.where not in _OF_STORE:
-            yield leak("alternate", f"{found.where} of the alternate is in no sealed store")
-        for each in _judge(found, private):
-            if isinstance(each, Named):
-                yield each._replace(where=f"{each.where} of the alternate")
+        if file.where not in _OF_STORE:
+            yield leak("alternate", f"{file.where} of the alternate is in no sealed store")
+        for judged in _judge(file, private):
+            if isinstance(judged, Named):
+                yield judged._replace(where=f"{judged.where} of the alternate")
             else:
-                yield leak(each.kind, f"the alternate: {each.detail}")
+                yield leak(judged.kind, f"the alternate: {judged.detail}")
 
 
-def _judge(found: ForeignFile, private: Path) -> Judgement:
-    where = found.where
-    if found.kind == "unreadable":
+def _judge(file: ForeignFile, private: Path) -> Judgement:
+    where = file.where
+    if file.kind == "unreadable":
         yield leak("unreadable", f"{where} cannot be read")
-    elif found.kind != "file":
+    elif file.kind != "file":
         yield leak("stray-file", f"{where} is a symbolic link, or not a regular file")
     elif form := next((form for pattern, form in _FORMS if pattern.fullmatch(where)), None):
-        content = read_bytes(found.path)
+        content = read_bytes(file.path)
         if content is None:
             yield leak("unreadable", f"{where} cannot be read, or is too large")
         else:
             yield from form(where, content, private)
     elif kind := next(
-        (kind for at, kind in _KINDS.items() if f"{where}/".startswith(f"{at}/")), None
+        (kind for prefix, kind in _KINDS.items() if f"{where}/".startswith(f"{prefix}/")), None
     ):
         yield leak(kind, f"{where} exists")
     # an archive, or named objects, tell more than the file's name
-    elif _starts_with(found, *PACKS, *_COMPRESSED):
+    elif _starts_with(file, *PACKS, *_COMPRESSED):
         yield leak("stray-file", f"{where} is a pack, a bundle or an archive")
-    elif named := sorted(set(_OID.findall(read_text(found.path) or "")) - {_ZERO}):
+    elif named := sorted(set(_OID.findall(read_text(file.path) or "")) - {_ZERO}):
         fact = f"is not part of a sealed repository, and names {', '.join(named[:5])}"
         yield leak("pseudo-ref", f"{where} {fact}")
     else:
         yield leak("stray-file", f"{where} is not part of a sealed repository")
 
 
-def _starts_with(found: ForeignFile, *marks: bytes) -> bool:
-    return (read_bytes(found.path, start=16) or b"").startswith(marks)
+def _starts_with(file: ForeignFile, *marks: bytes) -> bool:
+    return (read_bytes(file.path, start=16) or b"").startswith(marks)
 
 
 def _lines(content: bytes) -> list[str]:
@@ -299,16 +299,16 @@ def judge_work_tree(
     # the index is a leak then, and no file of the tree is excused by it
     except ValueError:
         tracked = set()
-    for found in walk(repository.work_tree, skip=frozenset({".git"})):
-        name = found.path.name
-        if found.where == ".git" or os.fsencode(found.where) in tracked:
+    for file in walk(repository.work_tree, skip=frozenset({".git"})):
+        name = file.path.name
+        if file.where == ".git" or os.fsencode(file.where) in tracked:
             continue
-        if is_within(found.where, modules):
+        if is_within(file.where, modules):
             continue
-        where = f"{shown(found.where)} of the working tree"
-        if found.kind == "unreadable":
+        where = f"{shown(file.where)} of the working tree"
+        if file.kind == "unreadable":
             yield leak("unreadable", f"{where} cannot be read")
-        elif name == ".git" or (name == "HEAD" and (found.path.parent / "objects").is_dir()):
+        elif name == ".git" or (name == "HEAD" and (file.path.parent / "objects").is_dir()):
             yield leak("nested-repository", f"{where} belongs to another repository")
-        elif found.kind == "file" and _starts_with(found, *PACKS):
+        elif file.kind == "file" and _starts_with(file, *PACKS):
             yield leak("stray-file", f"{where} is a pack or a bundle")

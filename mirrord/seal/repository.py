@@ -245,10 +245,10 @@ def read_contents(repository: ForeignRepository, private: Path) -> StoreContents
     """Read every object of every store. `private` was made by `borrow`."""
     contents = StoreContents()
     for number, store in enumerate(repository.stores):
-        files = {found.where: found for found in walk(store)}
+        files = {file.where: file for file in walk(store)}
         prefix = "the alternate's " if number else ""
-        for found in files.values():
-            _read_file(prefix, found, files.keys(), contents)
+        for file in files.values():
+            _read_file(prefix, file, files.keys(), contents)
         if contents.leaks or not contents.graphed:
             continue
         directory = private / f"store{number}"

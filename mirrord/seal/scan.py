@@ -61,7 +61,7 @@ def scan_root(root: Path, mirror: Path, base: str, *, seen_at: str | None = None
             sealed=all(leak.hidden for leak in leaks),
             file_count=contents.file_count,
             size_bytes=contents.byte_count,
-            repositories=sorted({at or "." for found in scan.stores for at in found}),
+            repositories=sorted({store or "." for stores in scan.stores for store in stores}),
             leaks=leaks,
             notes=contents.notes,
         )
@@ -113,7 +113,7 @@ class Scan:
 
     def _sightings(self) -> Iterator[tuple[bytes, _Sighting]]:
         for view, stores in zip(self._views, self.stores, strict=True):
-            inside = tuple(f"{at}/" if at else "" for at in stores)
+            inside = tuple(f"{store}/" if store else "" for store in stores)
             for number, (_, tree) in enumerate(view.layers):
                 linked = ((path, tree.files.get(to)) for path, to in tree.links.items())
                 for path, oid in chain(tree.files.items(), linked):
@@ -133,7 +133,7 @@ class Scan:
     def packs(self) -> Iterator[RootLeak]:
         """Find packs and bundles outside of repositories."""
         for view, stores in zip(self._views, self.stores, strict=True):
-            own = [f"{at}/objects/pack/" if at else "objects/pack/" for at in stores]
+            own = [f"{store}/objects/pack/" if store else "objects/pack/" for store in stores]
             for number, (_, tree) in enumerate(view.layers):
                 for path in tree.packs:
                     directory, _, name = path.rpartition("/")
@@ -170,31 +170,33 @@ class _RootScan(Scan):
         if lead.target is not None:
             if f"{lead.target}/".startswith(f"{TESTBED}/") and lead.kind == "editable":
                 return True
-            at = resolve(path, lead.target, self._seen_at)
+            target = resolve(path, lead.target, self._seen_at)
             if lead.kind == "repository":
-                return at is not None and any(f"{at}/".startswith(f"{store}/") for store in stores)
-            return at is not None and view.has(at)
+                return target is not None and any(
+                    f"{target}/".startswith(f"{store}/") for store in stores
+                )
+            return target is not None and view.has(target)
         oid = bytes.fromhex(lead.commit or "")
         return oid in self._future.past or not (lead.is_own or self._future.outside([oid]))
 
     def repositories(self) -> Iterator[RootLeak]:
         """Judge each repository; of other projects' report only damage."""
         for number, (view, stores) in enumerate(zip(self._views, self.stores, strict=True)):
-            visible = [at for at, is_seen in stores.items() if is_seen]
-            for at in stores.keys() - visible:
+            visible = [store for store, is_seen in stores.items() if is_seen]
+            for store in stores.keys() - visible:
                 fact = "a repository, which a later layer removes"
-                yield RootLeak(kind="repository", path=at, detail=fact, hidden=True)
+                yield RootLeak(kind="repository", path=store, detail=fact, hidden=True)
             top = self._root
             if not top.is_dir() and visible:
                 top = self._scratch / f"image{number}"
                 yield from take_out(self._root, view, visible, top)
-            for at in visible:
-                yield from self._judge(top, at)
+            for store in visible:
+                yield from self._judge(top, store)
 
-    def _judge(self, top: Path, at: str) -> Iterator[RootLeak]:
-        future, path = self._future, at or "."
+    def _judge(self, top: Path, store: str) -> Iterator[RootLeak]:
+        future, path = self._future, store or "."
         try:
-            repository = repository_at(top / at, top)
+            repository = repository_at(top / store, top)
             judged = judge(repository, future.base, future.mirror, future.closure)
         except MirrordError as error:
             yield RootLeak(kind="unreadable", path=path, detail=error.message)

@@ -72,18 +72,18 @@ def judge(
     repository: ForeignRepository,
     commit: CommitId,
     mirror: Path | None = None,
-    known: set[bytes] | None = None,
+    closure_ids: set[bytes] | None = None,
 ) -> JudgedRepository:
-    """Judge a repository. `known` is the closure of `commit`, if the caller has read it."""
+    """Judge a repository. `closure_ids` is the closure of `commit`, if the caller has read it."""
     with tempfile.TemporaryDirectory(prefix="mirrord-seal-") as scratch:
         private = borrow(Path(scratch), repository)
         contents = read_contents(repository, private)
         head = resolve_head(repository)
         modules = find_modules(repository, private, head)
-        closure = _closure(private, mirror, commit, head, known)
+        closure = _closure(private, mirror, commit, head, closure_ids)
         stores = [module.where for module in modules]
         judged = list(judge_control(repository, private, stores))
-        names = [each for each in judged if isinstance(each, Named)]
+        names = [item for item in judged if isinstance(item, Named)]
         for file, ids in contents.graphed.items():
             names += [Named("commit-graph", file, oid.hex()) for oid in ids]
         allowed = closure.ids | _tag_objects(private, names, closure)
@@ -92,7 +92,7 @@ def judge(
             *_object_leaks(private, contents.ids - allowed),
             *_name_leaks(names, allowed),
             *_gitlink_leaks(private, names, head),
-            *(each for each in judged if isinstance(each, SealLeak)),
+            *(item for item in judged if isinstance(item, SealLeak)),
             *lfs_leaks(repository.git_dir, private, head),
             *(lfs_leaks(repository.lender, private, head) if repository.lender else ()),
             *judge_work_tree(repository, [module.path for module in modules]),
@@ -102,8 +102,8 @@ def judge(
     if has_own_work_tree(repository):  # the repository of a submodule
         expected.add("configured: 'core.worktree'")
     expected |= {f"the alternate: {detail}" for detail in expected}
-    leaks = [each for each in leaks if each.detail not in expected]
-    leaks += (each for module in modules for each in _module_leaks(module))
+    leaks = [leak for leak in leaks if leak.detail not in expected]
+    leaks += (leak for module in modules for leak in _module_leaks(module))
     report = SealReport(
         path=str(repository.path),
         base=commit,
@@ -128,19 +128,19 @@ def judge(
 
 def _module_leaks(module: ModuleStore) -> Iterator[SealLeak]:
     """Judge the store of a submodule by the commit that HEAD's tree names."""
-    found = judge(module.repository, CommitId(module.commit)).report.leaks
-    return (leak(each.kind, f"submodule {shown(module.path)}: {each.detail}") for each in found)
+    leaks = judge(module.repository, CommitId(module.commit)).report.leaks
+    return (leak(inner.kind, f"submodule {shown(module.path)}: {inner.detail}") for inner in leaks)
 
 
 def _closure(
-    private: Path, mirror: Path | None, base: CommitId, head: str | None, known: set[bytes] | None
+    private: Path, mirror: Path | None, base: CommitId, head: str | None, ids: set[bytes] | None
 ) -> _Reachable:
     """Read the closure of `base`, or of the squashed commit; of a damaged one what is readable."""
     git_dir = mirror or private
     if head is not None and head != base and _is_squashed(private, git_dir, head, base):
         return _Reachable(*read_closure(private, head, private), squashed=True)
-    if known is not None:
-        return _Reachable(known, complete=True)
+    if ids is not None:
+        return _Reachable(ids, complete=True)
     return _Reachable(*read_closure(git_dir, base, private))
 
 
@@ -181,9 +181,9 @@ def _tag_objects(private: Path, names: Collection[Named], closure: _Reachable) -
         except (CorruptObjectError, GitFailedError):
             break
         matches = {tag.oid: _TAG.match(tag.data) for tag in tags if tag.kind == "tag"}
-        found = {oid: (at[1].decode(), at[2]) for oid, at in matches.items() if at}
-        targets |= found
-        pending = {target for target, kind in found.values() if kind == b"tag"} - targets.keys()
+        tagged = {oid: (match[1].decode(), match[2]) for oid, match in matches.items() if match}
+        targets |= tagged
+        pending = {target for target, kind in tagged.values() if kind == b"tag"} - targets.keys()
 
     def leads_inside(oid: str) -> bool:
         seen = set[str]()
@@ -215,12 +215,12 @@ def _closure_leaks(
 def _object_leaks(private: Path, outside: set[bytes]) -> Iterator[SealLeak]:
     oids = [oid.hex() for oid in sorted(outside)]
     try:
-        found = list(read_objects_sync(private, (), info=oids, doing="read objects"))
-        kinds = [each.kind if each.kind in _TYPES else "object" for each in found]
+        objects = list(read_objects_sync(private, (), info=oids, doing="read objects"))
+        kinds = [item.kind if item.kind in _TYPES else "object" for item in objects]
     except (CorruptObjectError, GitFailedError):
         kinds = ["object"] * len(oids)
     for kind in sorted(set(kinds)):
-        ids = [oid for oid, each in zip(oids, kinds, strict=True) if each == kind]
+        ids = [oid for oid, other in zip(oids, kinds, strict=True) if other == kind]
         examples = ", ".join(ids[:_EXAMPLES])
         yield leak("object", f"{len(ids)} of type {kind} outside the closure, such as {examples}")
 
@@ -239,10 +239,10 @@ def _name_leaks(names: Collection[Named], allowed: set[bytes]) -> Iterator[SealL
 
 def _gitlink_leaks(private: Path, names: Collection[Named], head: str | None) -> Iterator[SealLeak]:
     """Submodule commits in the index that are not in the commit."""
-    found = {(named.where, named.oid) for named in names if named.kind == "gitlink"}
-    if not found or head is None:
+    indexed = {(named.where, named.oid) for named in names if named.kind == "gitlink"}
+    if not indexed or head is None:
         return
-    for path, oid in sorted(found - set(gitlinks_of(private, head).items())):
+    for path, oid in sorted(indexed - set(gitlinks_of(private, head).items())):
         yield leak("index", f"index names commit {oid} of submodule {path}")
 
 
@@ -257,8 +257,8 @@ def _digest(file: Path) -> str:
 def _control_digest(repository: ForeignRepository) -> str:
     """Hash names and content of every file outside the object store and the index."""
     digest = hashlib.sha256()
-    found = walk(repository.git_dir, skip=frozenset({"objects"}))
-    for file in sorted(found, key=lambda file: file.where):
+    files = walk(repository.git_dir, skip=frozenset({"objects"}))
+    for file in sorted(files, key=lambda file: file.where):
         if file.where != "index":
             line = f"{file.where}\0{_digest(file.path)}\n"
             digest.update(encode_name(line))

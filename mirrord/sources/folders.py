@@ -94,10 +94,10 @@ class _Folder(NamedTuple):
             fact = "a symbolic link" if path.is_symlink() else f"unreadable: {error.strerror}"
             raise TaskError(f"{name} is {fact}") from error
         with open(descriptor, "rb") as file:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode):
+            st = os.fstat(descriptor)
+            if not stat.S_ISREG(st.st_mode):
                 raise TaskError(f"{name} is not a regular file")
-            if facts.st_size > limit:
+            if st.st_size > limit:
                 raise TaskError(f"{name} is longer than {limit >> 20} MiB")
             # it may have grown since
             data = file.read(limit)
@@ -204,11 +204,11 @@ def _read_harbor(folder: _Folder) -> dict[str, Any]:
     if folder.has("tests/config.json"):
         row |= folder.mapping("tests/config.json", json.loads, FILE_LIMIT_BYTES)
     metadata = _table(config, "metadata")
-    tables = [metadata, *(each for each in metadata.values() if isinstance(each, dict))]
+    tables = [metadata, *(table for table in metadata.values() if isinstance(table, dict))]
     dockerfile = folder.find("environment/Dockerfile") or ""
     image = _table(config, "environment").get("docker_image") or _first(_FROM, dockerfile)
     solver = folder.find("solution/solve.sh") or ""  # writes and applies a patch
-    found = {
+    columns = {
         "instance_id": metadata.get("instance_id") or folder.path.name,
         "repo": _named(tables, _REPO_KEYS) or _first(_CLONE, dockerfile),
         "base_commit": _named(tables, _BASE_KEYS) or _first(_CHECKOUT, dockerfile),
@@ -219,7 +219,7 @@ def _read_harbor(folder: _Folder) -> dict[str, Any]:
         "test_patch": folder.find_patch("tests"),
         "problem_statement": None if folder.has("steps") else folder.text("instruction.md"),
     }
-    return {**{column: value for column, value in found.items() if value}, **row}
+    return {**{column: value for column, value in columns.items() if value}, **row}
 
 
 def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:

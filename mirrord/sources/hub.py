@@ -169,13 +169,13 @@ def _choose(name: HubName, files: list[str], card: Mapping[str, Any]) -> list[st
     """
     listed = card.get("configs")
     configs = {
-        str(each.get("config_name") or _DEFAULT): each
-        for each in (listed if isinstance(listed, list) else [])
-        if isinstance(each, dict)
+        str(entry.get("config_name") or _DEFAULT): entry
+        for entry in (listed if isinstance(listed, list) else [])
+        if isinstance(entry, dict)
     }
     config: Mapping[str, Any] = {}
     if configs:
-        defaults = [key for key, each in configs.items() if each.get("default") is True]
+        defaults = [key for key, entry in configs.items() if entry.get("default") is True]
         only = next(iter(configs)) if len(configs) == 1 else None
         wanted = name.config or next(iter(defaults), only) or _DEFAULT
         config = configs[_one_of("config", wanted, name, list(configs))]
@@ -213,9 +213,9 @@ def _listed_splits(config: Mapping[str, Any], files: list[str]) -> dict[str, lis
             str(path).removeprefix("./").split("/")
             for path in (paths if isinstance(paths, list) else [paths])
         ]
-        found = [file for file in files if any(_matches(file.split("/"), p) for p in patterns)]
-        splits.setdefault(split, []).extend(found)
-    return {split: found for split, found in splits.items() if found}
+        named = [file for file in files if any(_matches(file.split("/"), p) for p in patterns)]
+        splits.setdefault(split, []).extend(named)
+    return {split: named for split, named in splits.items() if named}
 
 
 def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:

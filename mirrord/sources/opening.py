@@ -105,10 +105,10 @@ def _open(word: str) -> Source:
 
 def _row_files(directory: Path) -> list[Path]:
     """Return the files of rows in a directory that has no others below it, which may be tasks."""
-    entries = sorted(each for each in directory.iterdir() if not each.name.startswith("."))
-    if any(each.is_dir() or each.name in _TASKS for each in entries):
+    entries = sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
+    if any(entry.is_dir() or entry.name in _TASKS for entry in entries):
         return []
-    return [each for each in entries if each.suffix in _ROWS and each.is_file()]
+    return [entry for entry in entries if entry.suffix in _ROWS and entry.is_file()]
 
 
 def open_file(path: Path, label: str) -> Source:

@@ -54,7 +54,7 @@ def split(diff: str, rule: SplitRule) -> SplitDiff:
                 kind = "test"
         parts[kind].append(section if section.endswith("\n") else f"{section}\n")
         paths[kind].append(path)
-    listed = (tuple(each) for each in paths.values())
+    listed = (tuple(group) for group in paths.values())
     return SplitDiff("".join(parts["source"]), "".join(parts["test"]), *listed)
 
 

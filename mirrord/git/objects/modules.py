@@ -48,7 +48,7 @@ class Needs(NamedTuple):
 
     @property
     def objects(self) -> frozenset[Pointer]:
-        return frozenset(each.pointer for each in self.pointers)
+        return frozenset(file.pointer for file in self.pointers)
 
 
 class _Below(NamedTuple):
@@ -120,9 +120,9 @@ class _Reader:
                 links.append((name, oid))
             elif name == b".gitattributes" and mode & _KIND == _FILE:
                 attributes.append((name, oid))
-        found = _Below(tuple(links), tuple(attributes)) if links or attributes else _NOTHING
-        self._below[tree] = found
-        return found
+        result = _Below(tuple(links), tuple(attributes)) if links or attributes else _NOTHING
+        self._below[tree] = result
+        return result
 
     def _pointer_files(self, tree: str, below: _Below) -> _PointerFiles:
         """Return the pointers that the attributes filter; the same ones for equal trees."""
@@ -140,17 +140,17 @@ class _Reader:
         return self._filtered[key]
 
     def _files_below(self, tree: str) -> _Files:
-        if (known := self._files.get(tree)) is not None:
-            return known
-        found = list[tuple[bytes, int, Pointer]]()
+        if (cached := self._files.get(tree)) is not None:
+            return cached
+        listed = list[tuple[bytes, int, Pointer]]()
         for name, (mode, oid) in self._names_in(tree).items():
             pointer = None
             if mode == _TREE:
                 inner = self._files_below(oid)
-                found += ((name + b"/" + path, each, at) for path, each, at in inner)
+                listed += ((name + b"/" + path, mode, pointer) for path, mode, pointer in inner)
             elif mode & _KIND == _FILE and (pointer := self._pointer(oid)):
-                found.append((name, mode, pointer))
-        self._files[tree] = files = tuple(found)
+                listed.append((name, mode, pointer))
+        self._files[tree] = files = tuple(listed)
         return files
 
     def _pointer(self, blob: str) -> Pointer | None:
@@ -174,7 +174,9 @@ class _Reader:
             name, _, variable = key.removeprefix("submodule.").rpartition(".")
             if key.startswith("submodule.") and name:
                 sections.setdefault(name, {})[variable] = value
-        by_path = {each.get("path"): (name, each.get("url")) for name, each in sections.items()}
+        by_path = {
+            section.get("path"): (name, section.get("url")) for name, section in sections.items()
+        }
         for path, commit in sorted(links):
             text = decode_name(path)
             yield Link(text, commit, *by_path.get(text, (None, None)))
@@ -243,13 +245,13 @@ def compose(target: Path, wholes: Sequence[Whole]) -> list[str]:
     Its own objects are trees and LFS objects; it borrows all others from the mirrors.
     """
     lenders = dict.fromkeys(
-        path for each in wholes for path in (each.mirror, *(part.mirror for part in each.parts))
+        path for whole in wholes for path in (whole.mirror, *(part.mirror for part in whole.parts))
     )
     scratch = ScratchObjects(target / "objects")
     make_repository(target, borrows_from=tuple(lenders))
     with open_objects(target) as objects:
         composer = _Composer(objects, scratch)
-        return [composer.compose(each) for each in wholes]
+        return [composer.compose(whole) for whole in wholes]
 
 
 class _Composer:
@@ -271,9 +273,9 @@ class _Composer:
         if key not in self._written:
             needs = self._reader.needs(read_commit(self._objects, commit).tree)
             edits: dict[bytes, tuple[int, str] | None] = {
-                each.path: (each.mode, blob)
-                for each in needs.pointers
-                if (blob := self._blob(mirror, each.pointer))
+                file.path: (file.mode, blob)
+                for file in needs.pointers
+                if (blob := self._blob(mirror, file.pointer))
             }
             edits |= {encode_name(path): (_TREE, inner) for path, inner in below.items()}
             base = BaseTree(self._objects, needs.tree)
@@ -292,5 +294,5 @@ class _Composer:
 def _below(path: str, trees: dict[str, str]) -> dict[str, str]:
     """Take out the trees below a path, keyed from there."""
     start = f"{path}/"
-    below = {each: trees.pop(each) for each in list(trees) if each.startswith(start)}
-    return {each.removeprefix(start): tree for each, tree in below.items()}
+    below = {key: trees.pop(key) for key in list(trees) if key.startswith(start)}
+    return {key.removeprefix(start): tree for key, tree in below.items()}

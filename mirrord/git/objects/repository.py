@@ -344,8 +344,8 @@ def _info(commit: str, data: bytes) -> CommitInfo:
 def _find(repository: pygit2.Repository, name: str) -> str | None:
     try:
         # pygit2 (1.21) takes bytes too, against its own types: a name need not be UTF-8
-        found = repository.revparse_single(encode_name(name))  # type: ignore[arg-type]
-        return str(found.peel(pygit2.Commit).id)
+        target = repository.revparse_single(encode_name(name))  # type: ignore[arg-type]
+        return str(target.peel(pygit2.Commit).id)
     except ValueError as error:
         if "ambiguous" in str(error):
             fact = "several objects begin with these digits"

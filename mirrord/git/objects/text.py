@@ -126,10 +126,10 @@ class Conversions:
     def find(self, path: bytes) -> Conversion | None:
         if self.is_empty:
             return None
-        found = find_conversion(self._attributes, path)
+        conversion = find_conversion(self._attributes, path)
         if self._lfs and is_of_lfs(self._attributes, path):
-            found = (found or _NONE)._replace(lfs=self._lfs)
-        return found if found and found.changes_files else None
+            conversion = (conversion or _NONE)._replace(lfs=self._lfs)
+        return conversion if conversion and conversion.changes_files else None
 
 
 _NONE = Conversion(None, crlf=False, ident=False, encoding=None)
@@ -163,14 +163,14 @@ def _is_binary(data: bytes) -> bool:
 def _expand_ident(data: bytes, expansion: bytes) -> bytes:
     """ident_to_worktree: `$Id$` and `$Id: any$` become `$Id: <blob> $`; a foreign id is kept."""
     parts, position = [], 0
-    while found := _IDENT.search(data, position):
-        inner = found.group(1)
+    while match := _IDENT.search(data, position):
+        inner = match.group(1)
         if inner is not None and b" " in inner[1:-1]:  # foreign: another system's, with spaces
-            parts.append(data[position : found.start() + 1])
-            position = found.start() + 1
+            parts.append(data[position : match.start() + 1])
+            position = match.start() + 1
             continue
-        parts += [data[position : found.start()], b"$Id", expansion]
-        position = found.end()
+        parts += [data[position : match.start()], b"$Id", expansion]
+        position = match.end()
     return b"".join([*parts, data[position:]])
 
 
@@ -232,8 +232,8 @@ _UTF = re.compile(r"utf-?(16|32)(?:-?([bl]e)(-bom)?)?", re.IGNORECASE)
 def _decode(data: bytes, encoding: str) -> bytes:
     """encode_to_git; raises ValueError where git dies."""
     codec = encoding
-    if found := _UTF.fullmatch(encoding):
-        width, order, marked = found.groups()
+    if match := _UTF.fullmatch(encoding):
+        width, order, marked = match.groups()
         marks = _MARKS[width]
         if order and not marked and data.startswith(marks):
             raise ValueError(f"BOM is prohibited if encoded as {encoding}")
@@ -280,20 +280,20 @@ def _named(text: bytes, old: bytes, driver: str | None) -> Iterator[bytes]:
     A driver's expression matches only lines of UTF-8, in a UTF-8 locale.
     """
     lines, names = old.split(b"\n"), _NAMES[driver]
-    name, above, at = b"", -1, 1
+    name, above, position = b"", -1, 1
     for header in _HEADER.finditer(text):
         start, count, new = header.groups()
         first = int(start) - (count != b"0")  # xdl_emit_hunk_hdr
         for line in range(first - 1, above, -1):
-            found = names.match(lines[line])
-            if found and (driver is None or _utf8_part(lines[line]) == lines[line]):
-                name = b" " + _utf8_part(found[1][:_NAME_BYTES].rstrip(b" \t\r"))
+            match = names.match(lines[line])
+            if match and (driver is None or _utf8_part(lines[line]) == lines[line]):
+                name = b" " + _utf8_part(match[1][:_NAME_BYTES].rstrip(b" \t\r"))
                 break
         above = first - 1
         span = start if count is None else start + b"," + count
-        yield b"%s@@ -%s %s @@%s" % (text[at : header.start() + 1], span, new, name)
-        at = header.end()
-    yield text[at:]
+        yield b"%s@@ -%s %s @@%s" % (text[position : header.start() + 1], span, new, name)
+        position = header.end()
+    yield text[position:]
 
 
 def _utf8_part(text: bytes) -> bytes:

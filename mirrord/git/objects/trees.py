@@ -98,7 +98,7 @@ def changes(
     before, after = (
         {
             entry.path: entry
-            for entry in _entries(tree or "", [each for each in entries if each not in same], above)
+            for entry in _entries(tree or "", [item for item in entries if item not in same], above)
         }
         for tree, entries in zip((old, new), raw, strict=True)
     )
@@ -126,21 +126,21 @@ class BaseTree:
     def find(self, path: bytes) -> TreeEntry | None:
         """Find the entry of a path, with the mode that git's index would have."""
         above, _, name = path.rpartition(b"/")
-        if (found := self.names_in(above).get(name)) is None:
+        if (pair := self.names_in(above).get(name)) is None:
             return None
-        mode, oid = found
+        mode, oid = pair
         if mode & 0o170000 == _FILE:  # canon_mode: old commits have files with mode 100664
             mode = 0o100755 if mode & 0o100 else 0o100644
         return TreeEntry(path, mode, oid)
 
     def submodule_above(self, path: bytes) -> bytes | None:
         """Return the submodule that a path is below."""
-        at = path.find(b"/")
-        while at >= 0:
-            entry = self.find(path[:at])
+        slash = path.find(b"/")
+        while slash >= 0:
+            entry = self.find(path[:slash])
             if entry is None or not entry.is_tree:
-                return path[:at] if entry and entry.is_submodule else None
-            at = path.find(b"/", at + 1)
+                return path[:slash] if entry and entry.is_submodule else None
+            slash = path.find(b"/", slash + 1)
         return None
 
     def iter_files(self, directory: bytes) -> Iterator[TreeEntry]:
@@ -236,7 +236,7 @@ _NTFS_END = rb"[ .]*(?:[:\\].*)?"
 
 
 def _variants(name: bytes, short: bytes) -> re.Pattern[bytes]:
-    hfs = _HFS + _HFS.join(re.escape(name[at : at + 1]) for at in range(len(name))) + _HFS
+    hfs = _HFS + _HFS.join(re.escape(name[index : index + 1]) for index in range(len(name))) + _HFS
     ntfs = rb"(?:.*\\)?(?:%s|%s)%s" % (re.escape(name), short, _NTFS_END)
     return re.compile(rb"%s|%s" % (hfs, ntfs), re.IGNORECASE | re.DOTALL)
 
@@ -345,7 +345,7 @@ class ScratchRepository:
     def read_index(self) -> list[TreeEntry]:
         index = pygit2.Index(str(self.git_dir / "index"))
         index.read(force=True)
-        return [TreeEntry(os.fsencode(at.path), int(at.mode), str(at.id)) for at in index]
+        return [TreeEntry(os.fsencode(item.path), int(item.mode), str(item.id)) for item in index]
 
 
 @contextmanager
@@ -364,12 +364,12 @@ def make_repository(git_dir: Path, *, borrows_from: Sequence[Path] = ()) -> None
     """
     (git_dir / "refs").mkdir(exist_ok=True)
     (git_dir / "objects/info").mkdir(exist_ok=True)
-    lenders = [each / "objects" for each in borrows_from]
+    lenders = [lender / "objects" for lender in borrows_from]
     lenders += (Path(os.path.normpath(far)) for near in lenders for far in lenders_of(near))
     if lenders:
         file = git_dir / "objects/info/alternates"
         before = os.fsdecode(file.read_bytes()).splitlines() if file.exists() else ()
-        paths = (os.path.relpath(each, git_dir / "objects") for each in lenders)
+        paths = (os.path.relpath(lender, git_dir / "objects") for lender in lenders)
         lines = "".join(f"{path}\n" for path in dict.fromkeys((*before, *paths)))
         file.with_name("alternates.new").write_bytes(os.fsencode(lines))
         file.with_name("alternates.new").rename(file)
@@ -399,10 +399,10 @@ class ScratchObjects:
             while above:
                 above = above.rpartition(b"/")[0]
                 pending.setdefault(above, {})
-        directories = sorted(pending, key=lambda each: each.count(b"/") + bool(each), reverse=True)
+        directories = sorted(pending, key=lambda path: path.count(b"/") + bool(path), reverse=True)
         for directory in directories:
             names = base.names_in(directory) | pending[directory]
-            kept = [(at[0], name, bytes.fromhex(at[1])) for name, at in names.items() if at]
+            kept = [(pair[0], name, bytes.fromhex(pair[1])) for name, pair in names.items() if pair]
             above, _, name = directory.rpartition(b"/")
             if kept or not directory:
                 written = str(self._odb.write(ObjectType.TREE, tree_bytes(kept)))

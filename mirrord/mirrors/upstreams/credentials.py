@@ -63,8 +63,8 @@ def destination_of(url: str) -> Destination | None:
         address, colon, path = url.partition(":")
         if not colon or url.startswith("/"):
             return None
-        user, at, host = address.rpartition("@")
-        return Destination("ssh", user if at else None, host.lower(), 22, _components(path))
+        user, sign, host = address.rpartition("@")
+        return Destination("ssh", user if sign else None, host.lower(), 22, _components(path))
     try:
         parts = urlsplit(url)
         scheme, port = parts.scheme.lower(), parts.port

@@ -117,13 +117,13 @@ class Fetcher:
         return await self.credentials.exchange(self.upstream, ask)
 
     async def fetch(
-        self, oids: Sequence[str], known: Mapping[str, str] | None = None
+        self, oids: Sequence[str], earlier: Mapping[str, str] | None = None
     ) -> dict[str, errors.MirrordError]:
         """Fetch `oids`, the likeliest first, with all they reach; return those that failed.
 
-        `known` are those that failed before, each with the message. What they reach never changes,
-        so they fail again while the object in the message is damaged. After a connection that was
-        cut, parts are asked for. Raises UpstreamUnavailableError where nothing came.
+        `earlier` are those that failed before, each with the message. What they reach never
+        changes, so they fail again while the object in the message is damaged. After a connection
+        that was cut, parts are asked for. Raises UpstreamUnavailableError where nothing came.
         """
         failures_seen = False
         arrived: set[str] = set()
@@ -162,7 +162,7 @@ class Fetcher:
                     await self.repository.pack_refs()
 
         async with AsyncExitStack() as closing:
-            lineage = _Lineage(self, oids, known or {}, closing)
+            lineage = _Lineage(self, oids, earlier or {}, closing)
             try:
                 failed: dict[str, MirrordError] = await find_bad(
                     oids, attempt, is_item_error=blames_objects, max_failures=400,
@@ -319,7 +319,7 @@ class _Lineage:
             quarantine_objects=self.objects,
             doing="look up the commits of an upstream",
         )
-        commits = {tip: found.oid for tip, found in zip(tips, peeled, strict=True) if found.exists}
+        commits = {tip: info.oid for tip, info in zip(tips, peeled, strict=True) if info.exists}
         words = ("rev-list", "--format=%H %T %P", "--no-commit-header", "--topo-order", "--reverse")
         listing = await self._ask(words, commits, "list the commits of an upstream")
         self.commits = commits
