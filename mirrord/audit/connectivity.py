@@ -169,6 +169,7 @@ def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
     reached = ancestors(graph, commits)
     present = reached & graph.keys()
     starts = [*present, *(oid for oid, kind in kinds.items() if kind in {"tree", "blob"})]
+    # --no-walk: of a missing parent git 2.39 would die, whatever --missing says
     options = ("--objects", "--no-object-names", "--missing=print", "--no-walk", "--stdin")
     walked = run_git(stand_in, "walk trees", "rev-list", *options, stdin=lines_of(starts))
     broken = first_absent_ancestor(graph, present)

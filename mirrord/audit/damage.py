@@ -35,9 +35,11 @@ def run_fsck(git_dir: Path) -> Fsck:
     and ends with status 0 after a mismatch.
     """
     packs = git_dir / "objects/pack"
+    # a mirror has no reflogs (core.logAllRefUpdates), and objects without a ref are no damage
     command = ("fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs")
     for _ in range(2):
         before = set(packs_in(packs, ".pack"))
+        # each kind of fault is a bit of the status
         done = run_git(git_dir, "fsck", *command, ok=range(256))
         output = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
         blemishes = [blemish for line in output if (blemish := read_complaint(line))]

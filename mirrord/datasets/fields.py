@@ -26,6 +26,7 @@ from .testlists import is_absent, is_encodable, read_names
 RawFields = Mapping[str, Any]
 Choice = TypeVar("Choice", bound=StrEnum)
 
+# no part of a longer number, such as a sha256 of an image
 _FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 # the names that git check-ref-format(1) allows, but none that looks like an option
 _NAME = r"(?!-|/|.*(?:\.\.|@\{|//|\.lock$))[^\s~^:?*\[\\\x00-\x20\x7f]+"

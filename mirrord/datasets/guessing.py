@@ -73,6 +73,7 @@ def _plain_name(path: str) -> str:
 def _iter_columns(row: RawFields) -> Iterator[tuple[str, Any]]:
     """Iterate over columns, and members of objects in them, such as `base.sha`."""
     for name, value in row.items():
+        # a mapping's value names a column in braces, so one with braces cannot be named
         if not isinstance(name, str) or re.search(r"[{}\x00-\x1f\x7f]", name) or len(name) > 100:
             continue
         if isinstance(value, Mapping):

@@ -22,6 +22,7 @@ _QUOTED = r"""(?:'(?:[^'\\\n]|\\.)*+'|"(?:[^"\\\n]|\\.)*+")"""
 _STRING = re.compile(_QUOTED)
 _NUMPY = re.compile(rf"\[\s*{_QUOTED}(?:\s+{_QUOTED})+\s*\]")
 """`['a' 'b']`: for Python this is one name, `ab`."""
+# the `repr` of numpy and pandas, from rows that were written with `str`
 _CALL = re.compile(r"(?:array|list|tuple|set|Index|Series)\((.*)\)", re.DOTALL)
 _DTYPE = re.compile(r",\s*dtype=[\w<>'|\".]+\s*$")
 _OPENED = re.compile(r"""\[\s*(?:["'\[{(\]]|$)|[{(]\s*["'\[{(]|\[.*\]$|\{.*\}$|["']""", re.DOTALL)

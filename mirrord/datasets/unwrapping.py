@@ -19,6 +19,7 @@ _PRO_ID = re.compile(r"(?:instance_)?(.+?)-([0-9a-f]{40})(?:-v\w+)?")
 
 _RESET = re.compile(r"git reset --hard ([0-9a-f]{40})\b")
 
+# the end of `before_repo_set_cmd`: it takes the tests' files from the gold commit
 _FROM_GOLD = re.compile(r"git checkout ([0-9a-f]{40}) +--")
 
 

@@ -199,6 +199,7 @@ def mount_namespace(settings: Settings) -> Result:
 
 def mount_limit(settings: Settings) -> Result:
     limit, checkouts_max = _kernel_setting("fs/mount-max"), settings.checkouts.max
+    # the limit is of a mount namespace, which has the mounts of the host too
     needed = checkouts_max + 1000
     fact = f"fs.mount-max is {limit}, [checkouts] max is {checkouts_max}"
     remedy = f"set fs.mount-max to {needed} or more, or lower [checkouts] max"

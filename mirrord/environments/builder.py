@@ -104,6 +104,7 @@ def steps_of(order: Order) -> Iterator[_BuildStep]:
     if order.commands:
         for command in order.commands:
             script = f". {ACTIVATE}\n{command}"
+            # pipefail: `make | tee log` is a failure where make fails
             yield _BuildStep(f"$ {command}", ["bash", "-o", "pipefail", "-c", script])
         return
     if order.interpreter:

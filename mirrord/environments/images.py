@@ -377,6 +377,7 @@ def _wrap(archive: Path, place: Path) -> None:
     blobs.mkdir(parents=True)
     size = archive.stat().st_size
     os.link(archive, blobs / digest)
+    # uncompressed, so the digest of the blob is that of the content too (diff_id)
     layer = _Layer(f"sha256:{digest}", _LAYER, size, f"sha256:{digest}")
     _write_layout(place, place, layer, "image")
 

@@ -50,7 +50,9 @@ _SAFE: tuple[tuple[str, str], ...] = (
     ("fetch.unpackLimit", "1"),
     # the default since git 2.41; without it each git that packs sorts the offsets again
     ("pack.writeReverseIndex", "true"),
+    # a redirect of a later request could lead a part of an exchange elsewhere
     ("http.followRedirects", "initial"),
+    # together: a transfer is given up after five minutes of less than a byte a second
     ("http.lowSpeedLimit", "1"),
     ("http.lowSpeedTime", "300"),
     # the empty name clears the list of helpers of every file read before
@@ -135,6 +137,7 @@ def child_environment(
         "PATH": search_path(),
         "HOME": str(home),
         "LC_ALL": "C.UTF-8",
+        # nothing of this machine's configuration decides what a mirror has
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_ATTR_NOSYSTEM": "1",
         "GIT_TERMINAL_PROMPT": "0",
@@ -168,6 +171,7 @@ def _remote_environment(remote: Remote) -> dict[str, str]:
         environment["GIT_SSH_COMMAND"] = _ssh_command(remote)
     if not remote.is_http:
         return environment
+    # the trace of headers has the status and Retry-After, which git's message has not
     environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"}
     if remote.ca_file:  # the variable would outrank the configuration
         environment.pop("GIT_SSL_CAINFO", None)
@@ -202,10 +206,12 @@ def _ssh_command(remote: Remote) -> str:
     words = [*_SSH, "-v"]
     if remote.ssh_key:
         words += [f"-oIdentityFile={_ssh_path(remote.ssh_key)}"]
+        # else ssh offers an agent's keys first, and a server counts them as failures
         words += ["-oIdentitiesOnly=yes", "-oIdentityAgent=none"]
     if remote.known_hosts:
         policy = "accept-new" if remote.accept_new else "yes"
         words += [f"-oUserKnownHostsFile={_ssh_path(remote.known_hosts)}"]
+        # the file that is named decides alone
         words += ["-oGlobalKnownHostsFile=/dev/null", f"-oStrictHostKeyChecking={policy}"]
     return shlex.join(words)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..errors import CorruptObjectError
 from ..host.files import open_plain, read_plain
 
+# in this order and without anything more, as the specification has it; `ext-` is of extensions
 _POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]{1,200}\n)*"
     rb"oid sha256:([0-9a-f]{64})\nsize (\d{1,18})\n"

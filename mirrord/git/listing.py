@@ -49,6 +49,8 @@ async def list_refs(
     packets = _Packets(doing)
     prefixes = sorted({pattern.partition("*")[0] for pattern in patterns})
     answer = await git.run(
+        # ls-remote asks for every ref, because its patterns match the end of a name; fetch asks for
+        # the prefixes of refspecs. The first one names no ref, at which fetch ends after the list.
         "fetch", "--dry-run", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance",
         "--refmap=", "--", remote.url, f"{_NONE}:{_NONE}", f"HEAD:{_NONE}",
         *(f"+{prefix}*:refs/mirrord/{number}/*" for number, prefix in enumerate(prefixes)),

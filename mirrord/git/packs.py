@@ -57,6 +57,7 @@ class PackIndex:
         if any(left > right for left, right in pairwise(self._fanout)):
             raise corrupt("pack index", path, "its fan-out table is not sorted")
         self.count = self._fanout[-1]
+        # for each object id, CRC and offset; at the end the checksums of the pack and of the index
         least = _IDS_AT + self.count * (ID_BYTES + 8) + 2 * ID_BYTES
         if not least <= len(self._data) <= least + 8 * self.count:
             raise corrupt("pack index", path, "it is truncated")

@@ -333,6 +333,8 @@ def write_all(fd: int, data: bytes) -> None:
         written += os.write(fd, memoryview(data)[written:])
 
 
+# copy_file_range(2): EXDEV between file systems, EINVAL and EOPNOTSUPP from one that has it not,
+# ENOSYS or EPERM where a container's seccomp profile has no such call
 _NO_COPY = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
 
 
@@ -366,6 +368,7 @@ def sync_directory(path: Path) -> None:
 
 def sync_file(path: Path) -> None:
     """Flush a file's content and its name, to survive a power failure."""
+    # fsync(2) flushes what others wrote too, so reading is enough
     with opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
     sync_directory(path.parent)

@@ -348,6 +348,7 @@ def _accept(listener: socket.socket, user: int, selector: selectors.BaseSelector
         selector.register(connection, selectors.EVENT_READ)
         return
     # the journal reads stderr
+    # `<4>` is the level of a warning (sd-daemon(3))
     print(f"<4>connection.refused uid={uid}", file=sys.stderr, flush=True)  # noqa: T201
     limits = f"only for the daemon's user, {_CONNECTIONS_MAX} at a time"
     refusal = errors.AccessError(f"cannot mount for uid {uid}: {limits}")

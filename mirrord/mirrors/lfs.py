@@ -38,6 +38,7 @@ from .service import Mirrors
 from .upstreams.upstream import Upstream, parse_upstream
 
 _TIMEOUT = timedelta(hours=24)
+# git-lfs ends with a summary; its lines with a cause come before
 _CAUSE = re.compile(r"error transferring|\[[45]\d\d\]|batch re|missing", re.IGNORECASE)
 _DIRECTORY_MAX = 1000
 """Pointers in one directory of the commit."""

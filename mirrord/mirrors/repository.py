@@ -58,6 +58,7 @@ class Repository:
 
         The id is the same for the same message and files.
         """
+        # the same files make the same commit, whenever it is written
         dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "@0 +0000")
 
         async def write(*words: str, stdin: bytes | Path | None = None) -> str:
@@ -141,12 +142,14 @@ class Repository:
         """True if a move of a ref from `old` to `new` loses nothing; False for non-commits."""
         words = ("merge-base", "--is-ancestor", old, new)
         doing = f"compare commits of {self.name}"
+        # 1 is no, 128 says that one of them is no commit or missing
         return (await self.run(*words, ok=(0, 1, 128), doing=doing)).status == 0
 
     async def is_public(self, commit: str) -> bool:
         """True if a ref that follows upstream reaches the commit."""
         answer = await self.run(
             "rev-list", "--max-count=1", commit,
+            # --exclude applies to the next --all
             "--not", f"--exclude={OURS}*", "--exclude=refs/replace/*", "--all",
             doing=f"find refs that reach a commit of {self.name}",
         )  # fmt: skip

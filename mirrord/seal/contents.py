@@ -41,9 +41,13 @@ _ZIP_END_BYTES, _ZIP_LIST_LIMIT_BYTES = (1 << 16) + 42, 64 << 20
 _NOTES_LIMIT = 200
 # of files that lead elsewhere (.pth, direct_url.json), which have a few lines
 _TEXT_BYTES = 1 << 20
+# docker's manifest.json; of an OCI layout index.json, and the manifests among its blobs
 _DOCUMENT = re.compile(r"manifest\.json|index\.json|blobs/\w+/[0-9a-f]{32,}")
+# a `.git` that is a file; setuptools' path files; PEP 610; finders of editable wheels (PEP 660)
 _TEXT = re.compile(r"(.*/)?(\.git|[^/]+\.(pth|egg-link)|direct_url\.json|_[^/]*editable[^/]*\.py)")
 _OLD_PIP_CACHE = re.compile(r"(.*/)?pip/http/.*")  # a header, then a wheel
+# what the readers raise for damaged or hostile bytes; zipfile has RuntimeError for an encrypted
+# member and NotImplementedError for an unknown compression
 DAMAGED = (
     tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, ValueError, zlib.error, struct.error,
     lzma.LZMAError, ZstdError, RuntimeError, NotImplementedError, OverflowError, MemoryError,
@@ -179,6 +183,7 @@ def open_tar(source: Readable, size: int) -> Stream | None:
         stream = Stream(lzma.LZMAFile(file), take)  # noqa: SIM115
     elif head.startswith(ZSTD_MAGIC):
         stream = Stream(open_zstd(file), take)
+    # POSIX and GNU tar have this magic at 257 (tar(5)); the form of V7 has none
     return stream if stream.peek(tarfile.BLOCKSIZE)[257:262] == b"ustar" else None
 
 
@@ -374,6 +379,7 @@ class _ContentsReader:
             tree.links[path] = os.path.normpath(f"{above}/{to}")
 
     def _read_zip(self, tree: ScannedTree, stream: Stream, archive: str, depth: int) -> None:
+        # zipfile begins at the end of a file, and a member of an archive cannot be sought
         with tempfile.TemporaryFile() as copy:
             while block := stream.read(BLOCK_BYTES):
                 copy.write(block)
@@ -394,6 +400,7 @@ def _must_be_small(file: IO[bytes]) -> None:
     file.seek(max(0, size - _ZIP_END_BYTES))
     end = file.read()
     eocd = end.rfind(b"PK\5\6")
+    # the size of the list; with a Zip64 locator before this record, the true one is elsewhere
     listed = int.from_bytes(end[eocd + 12 : eocd + 16], "little")
     if eocd < 0 or listed > _ZIP_LIST_LIMIT_BYTES or end[max(0, eocd - 20) :].startswith(b"PK\6\7"):
         raise TooMuchError("its list of members is missing, or larger than 64 MiB")

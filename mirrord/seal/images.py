@@ -139,6 +139,7 @@ def _laid_out(contents: Contents) -> list[list[str]]:
                     (_blob(manifest), depth + 1) for manifest in document.get("manifests", [])
                 ]
             if "layers" in document:
+                # beside an image buildx puts attestations, whose layers are JSON (in-toto)
                 tars = [layer for layer in document["layers"] if ".tar" in layer["mediaType"]]
                 images.append([_blob(layer) for layer in tars])
     return images

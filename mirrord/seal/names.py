@@ -31,6 +31,7 @@ from .repository import (
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
 _SYMREF = re.compile(r"ref: refs/[^\x00-\x20\x7f]+\n?")
+# git ends this line with a blank
 _PACKED_HEADER = re.compile(r"# pack-refs with:( peeled| fully-peeled| sorted)* ?")
 _PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\x00-\x20\x7f]+)|\^([0-9a-f]{40})")
 # as git's SYMREF_MAXDEPTH
@@ -41,6 +42,7 @@ _ZERO = "0" * 40
 _OF_STORE = {"HEAD", "config", "packed-refs"}
 _JUDGED_APART = frozenset({"objects", OBJECTS})
 _TEMPLATES = Path("/usr/share/git-core/templates")
+# gzip, bzip2, xz, zip, Zstandard
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")
 
 # with values: what `git init` writes, what mirrord writes, and the identity of the committer
@@ -55,6 +57,7 @@ _SETTING = re.compile(
     + re.escape(FILTER["smudge"])
     + r"|gc\.auto\n\d{1,6}|user\.(?:name|email)\n[^\n]{0,100}"
 )
+# refstorage: reftable; objectformat: SHA-256. Neither is read here.
 _SETTING_KINDS = {
     "remote.": "remote",
     "url.": "remote",
@@ -257,6 +260,7 @@ def _template(where: str, content: bytes, _: Path) -> Judgement:
 
 
 def _config(where: str, content: bytes, private: Path) -> Judgement:
+    # -z: a value may have line feeds
     command = ("config", "--file=-", "--no-includes", "--list", "-z")
     try:
         listed = run_git_sync(*command, stdin=content, git_dir=private, doing=f"read {where}")

@@ -337,6 +337,7 @@ def read_closure(git_dir: Path, tip: str, scratch: Path) -> tuple[set[bytes], bo
     """
     listing, complete = scratch / "closure", False
     command = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
+    # git ends at the first missing object; only then does the second walk skip what is missing
     for options in ((), ("--missing=allow-any",)):
         try:
             run_git_sync(

@@ -312,6 +312,7 @@ def _feed(listing: Path, sink: io.FileIO, walked: threading.Event) -> None:
 def _find_bad_loose(stores: Iterable[Path], packed: PackIndex) -> Path | None:
     """Find the damaged loose file of a packed object."""
     for directory in (entry for store in stores for entry in store.iterdir()):
+        # `info` and `pack` are beside the directories of loose objects
         if len(directory.name) != 2 or not directory.is_dir():
             continue
         for file in directory.iterdir():

@@ -172,6 +172,7 @@ def _converge(
         if turn == 0 and scanned.youngest_ns < scanned.began_ns - before.slack_ns:
             settled_ns = left.began_ns  # a change since the scan would show in its times
         if left.is_empty:
+            # unsettled: with a later time the next scan need not read those files again
             if manifest is before and not scanned.unsettled:
                 return manifest
             return manifest.settled(settled_ns)

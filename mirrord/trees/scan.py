@@ -99,6 +99,7 @@ def _compare(
 ) -> ScanResult:
     scanned = ScanResult(began_ns=clock_ns())
     entries, owner = manifest.files | manifest.control, manifest.owner
+    # without the top itself
     scanned.looked_at = len(entries) - 1 if paths is None else len(paths)
     if every is None:
         every = owner[0] == 0 and may_forge_ctimes()

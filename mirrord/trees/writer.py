@@ -174,6 +174,7 @@ class TreeWriter:
             directory, name = self._enter(path)
             self._reader.leave(path)
             with files.opened(self._open(directory, path, name)) as fd:
+                # before the mode, which may take away the w bit that they need (xattr(7))
                 for attribute, value in attributes.items():
                     os.setxattr(fd, attribute, value)
                 os.fchmod(fd, permissions)

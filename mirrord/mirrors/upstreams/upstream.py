@@ -81,7 +81,9 @@ _NOT_SPLIT = (
     " and % as %25 in a password, or keep it out of the URL with a [[credential]]"
 )
 _SCHEMES = {"https", "http", "ssh", "git", "file"}
+# as git tells an scp-like name from a URL: no slashes right after the colon
 _SCP = re.compile(r"(?:[A-Za-z0-9._-]+@)?([A-Za-z0-9][A-Za-z0-9.-]*):(?!/?/)([^\s].*)")
+# `ext::COMMAND` runs a command: gitremote-helpers(7)
 _HELPER = re.compile(r"[A-Za-z0-9+.-]*::")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\]|[0-9A-Fa-f:.]+")
 
