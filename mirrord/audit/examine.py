@@ -258,7 +258,9 @@ def _reach_of(
 def _reach_by(ref: str, head: str | None) -> Reach:
     if ref == head:
         return Reach.DEFAULT_BRANCH
+    # the first that fits counts, so what is below `refs/mirrord/` comes before OURS
     table = {KEPT: Reach.KEPT, PINS: Reach.PIN, OURS: Reach.NOTHING, "refs/tags/": Reach.TAG}
+    # of GitHub, GitLab and Gerrit
     pulls = ("refs/pull/", "refs/merge-requests/", "refs/changes/")
     table |= dict.fromkeys(pulls, Reach.PULL_REQUEST)
     return next((reach for prefix, reach in table.items() if ref.startswith(prefix)), Reach.BRANCH)
@@ -312,6 +314,7 @@ def make_stand_in(
     for index in () if "objects/pack" in bad else packs_in(git_dir / "objects/pack", ".idx"):
         pack = index.with_suffix(".pack")
         if bad.isdisjoint({f"objects/pack/{index.name}", f"objects/pack/{pack.name}"}):
+            # git finds a pack by its index, which therefore comes last
             link(pack, into / "objects/pack" / pack.name)
             link(index, into / "objects/pack" / index.name)
     for directory in (git_dir / "objects").glob("[0-9a-f][0-9a-f]"):

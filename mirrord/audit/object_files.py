@@ -146,6 +146,7 @@ def _belongs_to_its_pack(file: Path) -> bool:
         return data[12 : 12 + packs.ID_BYTES] == index.pack_checksum
     if file.suffix == ".rev":
         return data == packs.reverse_index(index)
+    # .mtimes ends with the checksum of its pack and its own (gitformat-pack)
     return data[-2 * packs.ID_BYTES : -packs.ID_BYTES] == index.pack_checksum
 
 

@@ -140,6 +140,7 @@ def _loose_refs(
         value = _VALUE.fullmatch(text)
         if ref.startswith(_REPLACE):
             files.report(ref, FileKind.PLANTED, "it gives an object another's content")
+        # git calls a loose ref of zeros broken: no object has that id
         elif value and value[1] != "0" * 40:
             yield ref, value[1]
         elif _SYMBOLIC.fullmatch(text):

@@ -126,7 +126,9 @@ def full_commits(text: str) -> list[str]:
 
 _URL = re.compile(r"(?:https?|ssh|git)://(?:[^@/]*@)?[^/]+/|git@[^:/]+:")
 _USER = re.compile(r"(?<=://)[^@/]*@")
+# git takes no fewer than four digits for an id
 _ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
+# only an id is put into lower case: the name of a branch may have capitals
 _UPPER = re.compile(r"^[0-9a-fA-F]{40}(?=[~^])")
 _STEPS = re.compile(r"[~^]")
 _INSTALL = {

@@ -66,6 +66,7 @@ def low_priority() -> Iterator[None]:
 
 # not the disk's idle class, which may starve a child that holds a lock
 _LOW_PRIORITY = (
+    # --ignore: where the priority cannot be set, git runs all the same
     "ionice", "--class", "best-effort", "--classdata", "7", "--ignore",
     "nice", "--adjustment", "10",
 )  # fmt: skip

@@ -196,9 +196,11 @@ _OBJECTS_MAX = 20
 # a server's Retry-After is not trusted: it holds a mirror back for a day at most
 _WAIT_MAX_S = 86400.0
 
+# `Receiving objects:  45% (9/20), 1.20 MiB`; without a total the count alone
 _PROGRESS = re.compile(
     r"(?:remote: )?([A-Z][A-Za-z -]+):\s+(?:\d+% \((\d+)/(\d+)\)|(\d+))(?:,.*)?\s*"
 )
+# as git traces: the time, a line of git's source, the text
 _TRACE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \S+\.c:\d+\s+(.*)")
 _HEADER = re.compile(r"<= Recv header:\s*(.*)")
 # stderr is what an upstream sends ("remote: …"): its first and last lines are kept
@@ -252,6 +254,7 @@ class StderrReader:
         return "\n".join([*self._first, *self._last])
 
     def _take(self, raw: bytes) -> None:
+        # git ends a server's line by a code that clears the rest, or by eight blanks (sideband.c)
         line = decode_name(raw[:_LINE_MAX]).removesuffix("\x1b[K").rstrip()
         if not line:
             return

@@ -22,16 +22,19 @@ from .names import (
     takes_name,
 )
 
+# Python; the frameworks of JavaScript; Go; Rust; JUnit
 _TESTS = re.compile(
     rb"^[ \t]*(?:async[ \t]+)?def[ \t]+test|\b(?:it|test)[ \t]*\(|^func[ \t]+Test|#\[test\]|@Test\b"
     rb"|@ParameterizedTest\b",
     re.MULTILINE,
 )
+# `assert` of most languages, Jest, unittest, Chai and RSpec, Go and its testify, pytest
 _ASSERTIONS = re.compile(
     rb"\bassert|\bexpect[ \t]*\(|\.fail\w*\(|\.should\b|\bt\.(?:Error|Fatal)|\brequire\.\w"
     rb"|\braises[ \t]*\(",
     re.IGNORECASE,
 )
+# `.only` of Mocha and Jest leaves out every other test
 _SKIPS = re.compile(
     rb"\bskip|\bxfail|@Ignore\b|@Disabled\b|\.only[ \t]*\(|#\[ignore|\bt\.Skip|\bx(?:it|describe)\("
     rb"|\bcollect_ignore|__test__|\bdeselect|\bpytestmark\b",

@@ -12,6 +12,7 @@ from ..trees.reader import parents
 
 SYMLINK, SUBMODULE = 0o120000, 0o160000
 
+# directories of tests; then names of files, as Python, Go and others, JavaScript and Java have them
 _TEST_PATH = re.compile(
     rb"(?:.*/)?(?:tests?|testing|__tests__|specs?|e2e|unittests?|test[_-]suite|src/test)/.*"
     rb"|(?:.*/)?(?:test_[^/]*|[^/]*_tests?)\.py"

@@ -278,6 +278,7 @@ def _files(changes: Iterable[Change], conversions: Conversions) -> Iterator[Laye
 LOOKED_AT = 5_000
 _LEFT_NAMED = 3  # findings of one rule: an ignored directory may hold thousands
 _CONFIG_BYTES = 64 * 1024
+# settings by which git runs a program, or reads files or URLs that the tree does not show
 _SETTINGS = re.compile(
     rb"^[ \t]*(?:\[[ \t]*(?:filter|include|includeif|alias|diff|merge|url|credential)\b"
     rb"|(?:hookspath|fsmonitor|attributesfile|excludesfile|sshcommand|worktree|gitproxy|pager"
@@ -341,6 +342,7 @@ def _in_git_directory(reader: TreeReader, owner: ActingAs, book: RuleBook) -> It
     with suppress(OSError, errors.CheckoutBusyError, errors.TooLargeError):
         hooks = reader.find_stat(b".git/hooks")
         for name in reader.names_in(b".git/hooks") if hooks and stat.S_ISDIR(hooks.st_mode) else ():
+            # `git init` copies samples, which git does not run
             if not name.endswith(b".sample"):
                 yield finding(rule, b".git/hooks/" + name, "left", "a hook")
     for path in (b".git/info/attributes", b".git/info/exclude"):

@@ -465,6 +465,7 @@ def salvage(pack: Path, into: Path) -> set[str]:
     with copy.open("r+b") as file:
         for offset in {offset for oid, offset in offsets if oid in ids} - good:
             file.seek(offset)
+            # gitformat-pack: 1 to 4 are whole objects, 6 and 7 deltas, and 0 is invalid
             if 1 <= int.from_bytes(file.read(1)) >> 4 & 7 <= 4:  # not a delta
                 file.seek(offset)
                 file.write(b"\0")

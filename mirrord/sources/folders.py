@@ -79,6 +79,7 @@ class _Folder(NamedTuple):
         if not (self.path / directory).is_dir():
             return None
         names = [name for name in sorted(os.listdir(self.path / directory)) if _PATCH.search(name)]
+        # of several, nothing says which is the patch
         return self.text(f"{directory}/{names[0]}") if len(names) == 1 else None
 
     def text(self, name: str, limit: int = FILE_LIMIT_BYTES) -> str:
@@ -187,7 +188,9 @@ _CLONE = re.compile(
     r"git clone\s[^\n]*?(?:https?://|git@)[^/:\s]+[/:]([\w.-]+/[\w.-]+?)(?:\.git)?[/\s\"']"
 )
 _CHECKOUT = re.compile(r"git (?:checkout|reset|switch)\s[^\n]*?\b([0-9a-f]{40})\b")
+# flags, such as --platform, may stand before the image
 _FROM = re.compile(r"^FROM\s+(?:--\S+\s+)*(\S+)", re.MULTILINE | re.IGNORECASE)
+# a patch that a script of shell feeds to git or patch
 _HERE_DOCUMENT = re.compile(
     r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n(diff --git .*?\n)\1\s*$", re.DOTALL | re.MULTILINE
 )

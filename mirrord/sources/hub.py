@@ -33,8 +33,10 @@ from .opening import Source, open_file, with_origins
 _FORM = "hf://owner/name[@revision][?split=test&config=…]"
 _NAME = re.compile(r"(?:datasets/)?([\w.-]+/[\w.-]+)(?:@(.+))?")
 _ROWS = re.compile(r"\.(?:parquet|jsonl|ndjson|json|csv|tsv|arrow)(?:\.gz|\.zst)?$")
+# what `datasets` writes beside rows, and Harbor's list of its data sets
 _NO_ROWS = {"dataset_infos.json", "dataset_dict.json", "state.json", "registry.json"}
 _TASK = re.compile(r"(?:^|/)task\.(?:yaml|toml)$")
+# words by which `datasets` tells splits in names of files, too
 _SPLITS = {"train", "validation", "valid", "val", "dev", "test", "eval"}
 _DEFAULT = "default"
 

@@ -63,11 +63,13 @@ def _path_of(header: str, section: str) -> str:
     for mark in ("+++ b/", "rename to ", "--- a/"):
         if match := re.search(rf"^{re.escape(mark)}(.*)$", section, re.MULTILINE):
             return match[1].split("\t")[0].rstrip("\r")
+    # of a mode or an empty file alone there is no other line: the header has the path twice
     both = header.removeprefix("diff --git a/")
     half = both[: (len(both) - len(" b/")) // 2]
     return half if both == f"{half} b/{half}" else both.rpartition(" b/")[2]
 
 
+# by which GitHub links a pull request to an issue, and closes it
 _KEYWORDS = {"close", "closes", "closed", "fix", "fixes", "fixed"}
 _KEYWORDS |= {"resolve", "resolves", "resolved"}
 

@@ -91,6 +91,7 @@ def _in_source(path: str, text: str | None) -> Version | None:
         return None
     if path.endswith(".txt"):
         return _found(text, path)
+    # as SWE-bench's script does
     text = _DOCUMENTATION.sub("", text)
     matches = (pattern.search(text) for pattern in _PATTERNS)
     versions = (_found(match[1].replace(" ", ""), path) for match in matches if match)

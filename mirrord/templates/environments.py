@@ -315,6 +315,7 @@ def sweep_shared(shared: Path) -> int:
                 st = os.lstat(path)
                 if st.st_nlink == 1:
                     os.unlink(path)
+                    # 512 bytes, whatever the file system's block is (inode(7))
                     freed += st.st_blocks * 512
     return freed
 

@@ -234,6 +234,7 @@ def build_layer(
         index, above = index_bytes(whole), temporary / "index"
         (above / ".git").mkdir(parents=True)
         (above / ".git" / "index").write_bytes(index)
+        # a checkout shows them, so the umask must not count
         for path, mode in ((above, 0o755), (above / ".git", 0o755), (above / ".git/index", 0o644)):
             path.chmod(mode)
         layer = Layer(

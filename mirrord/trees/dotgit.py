@@ -116,6 +116,7 @@ def write_store(
     control = {path: entry for path, entry in unchanged.items() if path in wanted}
     if unchanged:
         gone = [path for path in scanned.extra if is_control(path)]
+        # children before their directories
         gone += sorted(unchanged.keys() - wanted, reverse=True)
     else:
         gone = [_GIT]
@@ -285,6 +286,7 @@ def _cached_trees(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[byte
         subtrees = below[path]
         header = path.rpartition(b"/")[2], counts[path], len(subtrees), files[path].oid
         parts.append(b"%s\0%d %d\n%s" % header)
+        # git looks a subtree up by bisection in this order (`subtree_name_cmp`)
         subtrees.sort(reverse=True)
         subtrees.sort(key=len, reverse=True)  # `pending` is popped from its end
         pending += subtrees

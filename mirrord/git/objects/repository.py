@@ -218,6 +218,7 @@ def lenders_of(objects: Path) -> list[Path]:
 
 # -- commits: resolving what a person typed --------------------------------------------------------
 
+# a name that git allows, which has no `@{`, then steps back
 _COMMITISH = re.compile(
     r"([^~^:@{}\x00-\x20\x7f?*\[\\]+(?:@(?!\{)[^~^:@{}\x00-\x20\x7f?*\[\\]*)*)((?:[~^]\d*)*)"
 )

@@ -242,6 +242,7 @@ def _variants(name: bytes, short: bytes) -> re.Pattern[bytes]:
 
 
 _DOTGIT = _variants(b".git", rb"git~1")
+# short names of NTFS: after four of `gitmod~N` it takes a hash of the name
 _DOTGITMODULES = _variants(b".gitmodules", rb"(?:gitmod~[1-4]|gi7eba~[1-9])")
 
 
