@@ -73,6 +73,7 @@ def read_header(path: Path) -> BundleHeader:
             if not raw.endswith(b"\n"):
                 raise refused("its header is cut short")
             line = decode_name(raw[:-1])
+            # a capability: another hash, or a filter, which leaves objects out (gitformat-bundle)
             if b"v3" in signature and raw.startswith(b"@"):
                 if line != "@object-format=sha1":
                     raise refused(f"it needs {shown(line)}, which mirrors do not support")

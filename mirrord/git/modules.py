@@ -10,7 +10,9 @@ from .command import run_git_sync
 from .fsck import Blemish
 
 MODULES_LIMIT_BYTES = 1 << 20  # git (2.39) reads half a GiB of it; one such file has 100 kB
+# check_submodule_url of git: `../` up to the host led to another one (CVE-2020-11008)
 _ABOVE_ROOT = re.compile(r"(?:\./)*(?:\.\./)(?:\.{1,2}/)*[:/]")
+# `https::URL` names git's helper for HTTP
 _WEB = re.compile(r"(?:https?|ftps?)::|(?:https?|ftps?)://", re.IGNORECASE)
 
 
@@ -20,6 +22,7 @@ def modules_blemishes(git_dir: Path, oid: str, size_bytes: int) -> Iterator[Blem
         yield Blemish(oid, "gitmodulesLarge", f"it has {size_bytes} bytes")
         return
     try:
+        # --null: a value may have line feeds
         words = ("config", f"--blob={oid}", "--null", "--list")
         listing = run_git_sync(*words, git_dir=git_dir, doing=f"read .gitmodules {oid}")
     except (CorruptObjectError, GitFailedError):

@@ -9,8 +9,10 @@ from collections.abc import Collection
 
 _INSTALLED = re.compile(r"(?:^|.*/)(?:site-packages|dist-packages|node_modules)/")
 
+# venv and conda copy their scripts of activation into each environment
 _COPIED = re.compile(rf"{_INSTALLED.pattern}|(?:^|.*/)(?:bin|Scripts)/[Aa]ctivate")
 
+# names of directories and modules that many projects have
 _SHARED = {"test", "tests", "testing", "doc", "docs", "example", "examples", "setup", "conftest"}
 
 _MODULE = re.compile(r"(?:(?:src|lib|python)/)?([^/]+)\.py")

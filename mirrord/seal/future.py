@@ -16,6 +16,7 @@ from ..model import CommitId
 from ..quoting import decode_name
 from .repository import TIMEOUT, TRIVIAL_BYTES, borrow, locate, read_closure
 
+# what a mirror lacks is passed over, and all else of its future is compared
 _WALK = ("rev-list", "--objects", "--missing=allow-any")
 
 
@@ -56,6 +57,7 @@ class Future:
     @cached_property
     def names(self) -> set[str]:
         """The paths of the base commit and of the mirror's HEAD."""
+        # 128: HEAD may name a branch that does not exist
         listings = (
             run_git_sync(
                 "ls-tree", "-r", "-z", "--name-only", tip, git_dir=self.mirror, ok=(0, 128)

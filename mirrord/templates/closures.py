@@ -86,6 +86,7 @@ class Commits:
 
 # of first parents: where a short walk finds nothing to share, all of them
 _WALK_LIMITS = (2048, None)
+# in all, and of one user: whoever asks for many commits leaves room for others
 _PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
 # with a commit-graph git walks over a commit that is missing, without a word
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent", "--stdin")

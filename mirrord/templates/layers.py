@@ -126,6 +126,7 @@ def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
     return _read_manifest(trees, tuple(chain), tuple((s.st_ino, s.st_mtime_ns) for s in stats))
 
 
+# a neighbour's layer, and then its index, need the same ones
 @lru_cache(maxsize=4)
 def _read_manifest(
     trees: Path, chain: tuple[Layer, ...], written: tuple[tuple[int, int], ...]
