@@ -170,7 +170,9 @@ class LogQuery(Query):
 
 
 async def list_environments(call: Call) -> list[protocol.Environment]:
-    return [_visible_environment(call, each) for each in call.engine.environments.list()]
+    return [
+        _visible_environment(call, environment) for environment in call.engine.environments.list()
+    ]
 
 
 async def get_environment(call: Call) -> protocol.Environment:
@@ -183,7 +185,7 @@ def _visible_environment(call: Call, environment: protocol.Environment) -> proto
     """
     if call.is_admin:
         return environment
-    prepared = [replace(each, findings=[]) for each in environment.prepared]
+    prepared = [replace(preparation, findings=[]) for preparation in environment.prepared]
     return replace(environment, commit=None, source=None, findings=[], prepared=prepared)
 
 

@@ -137,8 +137,8 @@ def _family(name: str, kind: str, text: str, labels: tuple[str, ...], values: Va
 
 def _current_values(engine: Engine, uid: int | None) -> dict[str, Values]:
     activity, settings = engine.activity(uid), engine.settings()
-    others = {"other" if each.uid is None else str(each.uid): each for each in activity.owners}
-    caches = {each.name: each for each in activity.caches}
+    others = {"other" if row.uid is None else str(row.uid): row for row in activity.owners}
+    caches = {cache.name: cache for cache in activity.caches}
     return {
         "build_info": {(activity.version, platform.python_version()): 1},
         "up": activity.status == "ok",
@@ -147,7 +147,7 @@ def _current_values(engine: Engine, uid: int | None) -> dict[str, Values]:
         "connections": activity.connections,
         "checkouts": activity.checkouts,
         "checkouts_max": activity.checkouts_max,
-        "owner_checkouts": {uid: each.checkouts for uid, each in others.items() if each.checkouts},
+        "owner_checkouts": {uid: row.checkouts for uid, row in others.items() if row.checkouts},
         "workers": {
             "busy": activity.workers_busy,
             "idle": activity.workers - activity.workers_busy,
@@ -155,14 +155,16 @@ def _current_values(engine: Engine, uid: int | None) -> dict[str, Values]:
         "queue_length": activity.queues,
         "operations_running": activity.operations_running,
         "cache_bytes": {
-            name: each.size_bytes for name, each in caches.items() if each.size_bytes is not None
+            name: cache.size_bytes for name, cache in caches.items() if cache.size_bytes is not None
         },
         "cache_limit_bytes": {
-            name: each.limit_bytes for name, each in caches.items() if each.limit_bytes is not None
+            name: cache.limit_bytes
+            for name, cache in caches.items()
+            if cache.limit_bytes is not None
         },
-        "cache_hits": {name: each.hits for name, each in caches.items()},
-        "cache_misses": {name: each.misses for name, each in caches.items()},
-        "cache_evictions": {name: each.evictions for name, each in caches.items()},
+        "cache_hits": {name: cache.hits for name, cache in caches.items()},
+        "cache_misses": {name: cache.misses for name, cache in caches.items()},
+        "cache_evictions": {name: cache.evictions for name, cache in caches.items()},
         "sync_interval_seconds": settings.sync.interval.total_seconds(),
         "audit_interval_seconds": settings.audit.interval.total_seconds(),
         "disk_free_bytes": activity.disk_free_bytes,
@@ -187,26 +189,30 @@ def _catalog_values(
     engine: Engine, mirrors: Sequence[MirrorRow], rows: tuple[int, int]
 ) -> dict[str, Values]:
     judged, last, started = engine.audits.judgements, engine.audits.last, engine.started_at
-    synced = [(each.synced_at or each.added_at, str(each.name)) for each in mirrors]
-    known = [(each, judged.get(each.name.key)) for each in mirrors]
-    audited = [(it.at if it else max(started, row.added_at), str(row.name)) for row, it in known]
+    synced = [(row.synced_at or row.added_at, str(row.name)) for row in mirrors]
+    judged_rows = [(row, judged.get(row.name.key)) for row in mirrors]
+    audited = [
+        (it.at if it else max(started, row.added_at), str(row.name)) for row, it in judged_rows
+    ]
     datasets, instances = rows
     return {
         "mirrors": len(mirrors),
-        "mirrors_failed": sum(each.error is not None for each in mirrors),
-        "mirrors_bytes": sum(each.size_bytes or 0 for each in mirrors),
+        "mirrors_failed": sum(row.error is not None for row in mirrors),
+        "mirrors_bytes": sum(row.size_bytes or 0 for row in mirrors),
         "mirror_synced_timestamp_seconds": _oldest(synced),
         "mirror_audited_timestamp_seconds": _oldest(audited),
-        "commits_unservable": sum(it.unservable for _, it in known if it),
+        "commits_unservable": sum(it.unservable for _, it in judged_rows if it),
         "audit_findings": last.open_count if last else 0,
         "datasets": datasets,
         "instances": instances,
-        "environments": sum(each.is_ready for each in engine.environment_store.list()),
+        "environments": sum(record.is_ready for record in engine.environment_store.list()),
     }
 
 
 def _oldest(times: list[tuple[datetime, str]]) -> dict[str, float]:
-    return {name: at.timestamp() for at, name in nsmallest(MIRRORS_SHOWN, times, key=itemgetter(0))}
+    return {
+        name: time.timestamp() for time, name in nsmallest(MIRRORS_SHOWN, times, key=itemgetter(0))
+    }
 
 
 def _request_times(traffic: Traffic) -> Metric:

@@ -303,17 +303,17 @@ def problem_response(error: Exception) -> Response:
 
 def error_of(error: Exception) -> errors.MirrordError:
     """Return the error to answer an exception with. Unexpected ones are logged, but not shown."""
-    found = (
+    problem = (
         error if isinstance(error, errors.MirrordError) else host_error(error, "answer the request")
     )
-    if isinstance(found, errors.TooManyFilesError):
+    if isinstance(problem, errors.TooManyFilesError):
         if count := _seldom.count("files"):
-            log.error("files.exhausted", detail=found.message, count=count)
-    elif found is not None and found is not error:
-        log.error("disk.failed", detail=found.message)
-    elif found is None or found.exit_status == errors.InternalError.exit_status:
-        log.error("request.crashed", detail=found.message if found else None, exc_info=error)
-    return found or errors.InternalError(
+            log.error("files.exhausted", detail=problem.message, count=count)
+    elif problem is not None and problem is not error:
+        log.error("disk.failed", detail=problem.message)
+    elif problem is None or problem.exit_status == errors.InternalError.exit_status:
+        log.error("request.crashed", detail=problem.message if problem else None, exc_info=error)
+    return problem or errors.InternalError(
         "cannot answer the request: an unexpected error",
         hint="this is a bug; the daemon's log has the details",
     )

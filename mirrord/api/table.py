@@ -222,8 +222,8 @@ _CONTENT = {
 @cache
 def openapi_document(endpoints: tuple[Endpoint, ...]) -> str:
     """Return the OpenAPI document as JSON. The first call takes 0.1 s."""
-    bodies = {each.json_body for each in endpoints if each.json_body}
-    answers = [each.returned for each in endpoints if each.model]
+    bodies = {endpoint.json_body for endpoint in endpoints if endpoint.json_body}
+    answers = [endpoint.returned for endpoint in endpoints if endpoint.model]
     modes: dict[Any, JsonSchemaMode] = dict.fromkeys(bodies, "validation")
     modes |= dict.fromkeys([*answers, *RESULTS.values(), Problem], "serialization")
     made, definitions = TypeAdapter.json_schemas(

@@ -59,8 +59,8 @@ class VolumeDriver:
                 status, answer = 200, {"Err": "", **await self._respond(request)}
             except Exception as error:  # noqa: BLE001  # problem_response logs bugs
                 problem = problem_response(error)
-                facts = loads(bytes(problem.body))
-                text = "; ".join(filter(None, (facts["detail"], facts.get("hint"))))
+                members = loads(bytes(problem.body))
+                text = "; ".join(filter(None, (members["detail"], members.get("hint"))))
                 # not 404, which tells docker that the driver lacks the call
                 status, answer = 500, {"Err": f"mirrord: {text}"}
             finally:
@@ -97,7 +97,7 @@ class VolumeDriver:
         volumes = self._engine.volumes
         match path:
             case "/VolumeDriver.List":
-                return {"Volumes": [_volume_facts(*each) for each in volumes.list()]}
+                return {"Volumes": [_volume_facts(*pair) for pair in volumes.list()]}
             case "/VolumeDriver.Create":
                 part, options, source = _read_options(call.Name, call.Opts or {})
                 is_new = await volumes.create(call.Name, part, options, source, peer)

@@ -189,7 +189,7 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
     left_out, has_git = dict[str, int](), True
     began_ns = clock_ns()
     for _ in range(_ROUNDS):
-        at, surveyed = utc_now(), _survey_once(survey)
+        taken_at, surveyed = utc_now(), _survey_once(survey)
         if surveyed is None:
             before = None
             continue
@@ -202,7 +202,7 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
                 copy.record(wanted, began_ns)
             files = sum(not piece.is_directory for piece in wanted.values())
             size = sum(piece.size for piece in wanted.values() if stat.S_ISREG(piece.mode))
-            return Taken(at, files, size, left_out, has_git, is_same)
+            return Taken(taken_at, files, size, left_out, has_git, is_same)
         unlocked = copy.bring(copied, wanted)
         copied, before = wanted | unlocked, surveyed | unlocked
     raise CheckoutBusyError(
@@ -305,8 +305,9 @@ class _Copy:
         """
         with suppress(FileExistsError):
             os.mkdir(self._directory, 0o755)
+        stale = [path for path, piece in copied.items() if wanted.get(path) != piece]
         # what is in a directory goes before it
-        for path in reversed([at for at, piece in copied.items() if wanted.get(at) != piece]):
+        for path in reversed(stale):
             is_kept = path in wanted and wanted[path].is_directory and copied[path].is_directory
             if not is_kept:
                 remove_tree(Path(os.fsdecode(self._directory + path)))
@@ -329,11 +330,11 @@ class _Copy:
 
     def _put_all(self, batch: Sequence[tuple[bytes, Piece]], unlocked: Pieces) -> None:
         read: dict[bytes, _Read | None] = {}
-        known = self.recorded or {}
+        recorded = self.recorded or {}
         try:
             with self._owner:
                 for path, piece in batch:
-                    is_shared = known.get(path) == piece and not piece.is_directory
+                    is_shared = recorded.get(path) == piece and not piece.is_directory
                     if piece.is_clients and not is_shared:
                         read[path] = self._read(path, piece, unlocked)
             for path, piece in batch:
@@ -347,9 +348,9 @@ class _Copy:
                             read[path] = self._read(path, piece, unlocked)
                     self._write(path, piece, read[path])
         finally:
-            for each in filter(None, read.values()):
-                if each.file >= 0:
-                    os.close(each.file)
+            for content in filter(None, read.values()):
+                if content.file >= 0:
+                    os.close(content.file)
 
     def _share(self, path: bytes) -> bool:
         """Link a file from the earlier layer. Return False if that is gone, or has 65,000 links."""
@@ -483,7 +484,7 @@ def select(pieces: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool
         # no object is removed: the base's store has all of its own
         objects = b".git/objects/"
         wanted |= {
-            p: each for p, each in git.items() if each != HIDDEN or not p.startswith(objects)
+            p: piece for p, piece in git.items() if piece != HIDDEN or not p.startswith(objects)
         }
     else:
         left_out["git_files"] += sum(p != HIDDEN and not p.is_directory for p in git.values())

@@ -80,7 +80,7 @@ def overlay_changes(paths: OverlayPaths, mirror: Path, tree_id: str) -> list[byt
         below = [layer for layer in all_below if names_in(layer) != [b".git"]]
         differing, replaced = _walk(written, merged, own, below)
         covered = set[bytes]()
-        for path, found in own.items():
+        for path, st in own.items():
             if is_control(path):
                 continue
             if path.rpartition(b"/")[0] in covered:
@@ -90,10 +90,12 @@ def overlay_changes(paths: OverlayPaths, mirror: Path, tree_id: str) -> list[byt
             if hidden is None or not stat.S_ISDIR(hidden.st_mode):
                 differing.add(path)
                 covered.add(path)
-            elif not stat.S_ISDIR(found.st_mode):
+            elif not stat.S_ISDIR(st.st_mode):
                 replaced.add(path)
         for path in replaced:
-            differing |= {each for each, _ in merged.iter_below(path, lambda _path, _error: None)}
+            differing |= {
+                inside for inside, _ in merged.iter_below(path, lambda _path, _error: None)
+            }
     if replaced:
         with open_objects(mirror) as objects:
             base = BaseTree(objects, tree_id)
@@ -222,12 +224,12 @@ class _Surveyor:
                 seen = self._stats_in(above, itself)
             except FileNotFoundError:  # removed meanwhile
                 continue
-            for path, found in seen.items():
-                if not stat.S_ISDIR(found.st_mode):
-                    self._add(Where.UPPER, path, found, pieces)
-                elif self._is_upper(path, found):
-                    pieces[path] = Piece.of(Where.UPPER, found)
-                    pending.append((path, found))
+            for path, st in seen.items():
+                if not stat.S_ISDIR(st.st_mode):
+                    self._add(Where.UPPER, path, st, pieces)
+                elif self._is_upper(path, st):
+                    pieces[path] = Piece.of(Where.UPPER, st)
+                    pending.append((path, st))
                 else:
                     self._add_whole(path, pieces)
             for path in self._names[above]:
@@ -240,7 +242,7 @@ class _Surveyor:
         inside = path + b"/" if path else b""
         if itself is not None and itself.st_mode & _TO_LOOK != _TO_LOOK:
             self._reader.locate(inside)  # makes it readable, in the upper layer too
-        return {inside + name: found for name, found in self._written.stats_in(path)}
+        return {inside + name: st for name, st in self._written.stats_in(path)}
 
     def _is_upper(self, path: bytes, st: os.stat_result) -> bool:
         """Return whether the changes of a directory are all in the upper layer: it is the one
@@ -248,7 +250,7 @@ class _Surveyor:
         """
         # by the inode too: a directory that was removed and made again is another one
         key = path, st.st_ino
-        if (known := self._known.get(key)) is None:
+        if (is_upper := self._known.get(key)) is None:
             shown, own = find_in(self._merged, path), self._own.get(path)
             template = next((seen for _, seen in self._stack(path)), None)
             expected = st.st_ino
@@ -257,8 +259,8 @@ class _Surveyor:
             elif template is not None and stat.S_ISDIR(template.st_mode):
                 # 0, of no inode: a whiteout or file of the own layer hides the template's directory
                 expected = template.st_ino if own is None else 0
-            known = self._known[key] = shown is not None and shown.st_ino == expected
-        return known
+            is_upper = self._known[key] = shown is not None and shown.st_ino == expected
+        return is_upper
 
     def _add(self, where: Where, path: bytes, st: os.stat_result, pieces: Pieces) -> None:
         """Add a file or link, or hide the template's path where something else is there."""
@@ -274,8 +276,8 @@ class _Surveyor:
         pending = [path]
         while pending:
             path = pending.pop()
-            found = self._own[path]
-            pieces[path] = HIDDEN if is_whiteout(found) else Piece.of(Where.OWN, found)
+            st = self._own[path]
+            pieces[path] = HIDDEN if is_whiteout(st) else Piece.of(Where.OWN, st)
             pending += self._names[path]
 
     def _add_whole(self, path: bytes, pieces: Pieces) -> None:
@@ -287,19 +289,19 @@ class _Surveyor:
             else:
                 self._add(Where.CLIENT, below, seen, pieces)
         pieces |= directories
-        known = {path}
+        shown = {path}
         for below in directories:
-            if below in known:
+            if below in shown:
                 inside = {below + b"/" + name for name in self._template_names(below)}
-                known |= inside
+                shown |= inside
                 pieces |= dict.fromkeys(inside - pieces.keys(), HIDDEN)
 
     def _template_names(self, path: bytes) -> set[bytes]:
         """Return the names that the template shows in a directory."""
         names: set[bytes] = set()
         hidden: set[bytes] = set()
-        for layer, found in self._stack(path):
-            if stat.S_ISDIR(found.st_mode):
+        for layer, st in self._stack(path):
+            if stat.S_ISDIR(st.st_mode):
                 with opened(open_beneath(layer, path)) as directory:
                     for name in set(names_in(directory)) - names - hidden:
                         seen = find_stat(directory, name)
@@ -320,7 +322,7 @@ class _Surveyor:
                     return
                 continue
             # a layer that has a file above the path hides all that lower ones have below it
-            above = (find_in(layer, each) for each in reversed(parents(path)))
+            above = (find_in(layer, parent) for parent in reversed(parents(path)))
             nearest = next(filter(None, above), None)
             if nearest is not None and not stat.S_ISDIR(nearest.st_mode):
                 return
@@ -348,7 +350,9 @@ def pool_changes(source: PoolTree) -> list[bytes]:
     if not has_top(tree, manifest.owner):
         return sorted(filter(None, manifest.files))
     changed = {path for path in scan(tree, manifest).in_tree() if path}
-    directories = [at for at in changed if at in manifest.files and manifest.files[at].is_directory]
+    directories = [
+        path for path in changed if path in manifest.files and manifest.files[path].is_directory
+    ]
     if directories:
         # a directory that changed its owner counts as changed; look for what is new in it
         with (
@@ -377,11 +381,13 @@ def copy_pool(directory: Path, source: PoolTree, earlier: Path | None, what: Cop
     manifest, acting = Manifest.load(source.manifest), ActingAs(source.owner)
 
     def survey() -> Pieces:
-        found = scan(source.tree, manifest)
+        differences = scan(source.tree, manifest)
         pieces: Pieces = {}
         with acting:
-            _add_known(reader, manifest, {*found.modified, *found.missing} - {b""}, pieces)
-            for path in found.extra:
+            _add_known(
+                reader, manifest, {*differences.modified, *differences.missing} - {b""}, pieces
+            )
+            for path in differences.extra:
                 _add_whole(reader, path, pieces)
             for above in {above for path in pieces for above in parents(path)} - pieces.keys():
                 if (seen := reader.find_stat(above)) is not None:

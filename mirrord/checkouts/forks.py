@@ -86,7 +86,10 @@ class Forks:
         # one more than there are names, so one of them is free
         numbers = (f"s{number}" for number in range(1, len(names) + 2))
         async with self.source(lease, None) as source:
-            made = replace(source, name=name or next(each for each in numbers if each not in names))
+            made = replace(
+                source,
+                name=name or next(candidate for candidate in numbers if candidate not in names),
+            )
             self.leases.save(replace(lease, snapshots=(*lease.snapshots, made)))
         return made
 

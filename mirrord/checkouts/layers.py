@@ -93,9 +93,9 @@ class Layers:
             if self._leases.layers[layer] <= 0:
                 del self._leases.layers[layer]
                 path = self.path(layer)
-                for each in (path, path.with_suffix(".git")):
+                for directory in (path, path.with_suffix(".git")):
                     gone = new_trash(path.parent)
                     with suppress(FileNotFoundError):
-                        each.rename(gone)
+                        directory.rename(gone)
                         self._trash.add(gone)
                 self._trash.remove(path.with_suffix(".stats"))

@@ -318,14 +318,14 @@ def _members(value: Any, without: Collection[str] = ()) -> Any:
     return {name: getattr(value, name) for name in value.__slots__ if name not in without}
 
 
-def from_json(kind: type, facts: dict[str, Any]) -> dict[str, Any]:
+def from_json(kind: type, members: dict[str, Any]) -> dict[str, Any]:
     """Return the members of a dataclass. Another version may have written more of them, or fewer
     of the optional ones.
     """
     return {
-        each.name: _READERS[each.name](value)
-        if each.name in _READERS and value is not None
+        member.name: _READERS[member.name](value)
+        if member.name in _READERS and value is not None
         else value
-        for each in fields(kind)
-        if (value := facts.get(each.name, MISSING)) is not MISSING
+        for member in fields(kind)
+        if (value := members.get(member.name, MISSING)) is not MISSING
     }

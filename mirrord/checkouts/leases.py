@@ -100,14 +100,14 @@ class Leases:
     @property
     def knows_all(self) -> bool:
         """Whether every lease and record was read, and so all that must stay on disk is known."""
-        return not self.unread and all(each.lease for each in self.aside.values())
+        return not self.unread and all(aside.lease for aside in self.aside.values())
 
     def problems(self) -> list[str]:
         """Return a reason why the daemon is degraded for each thing that was set aside."""
         hint = "see docs/reliability.md, Set aside"
-        checkouts = [f"checkout {name}: {each.reason}" for name, each in self.aside.items()]
+        checkouts = [f"checkout {name}: {aside.reason}" for name, aside in self.aside.items()]
         layers = [f"the record of a saved layer {path}: {why}" for path, why in self.unread.items()]
-        return [f"set aside, nothing was removed: {each} ({hint})" for each in checkouts + layers]
+        return [f"set aside, nothing was removed: {what} ({hint})" for what in checkouts + layers]
 
     def __len__(self) -> int:
         return len(self._live)
@@ -293,8 +293,8 @@ def _read(directories: Directories) -> Lease | None:
         except OSError as error:  # EIO, EMFILE, EACCES
             raise _UnreadableError(f"cannot read its {state}: {error.strerror}") from error
         try:
-            facts = from_json(Lease, json.loads(content))
-            lease = Lease(**facts, directories=directories, state=state)
+            members = from_json(Lease, json.loads(content))
+            lease = Lease(**members, directories=directories, state=state)
         except (ValueError, KeyError, TypeError, AttributeError, MirrordError) as error:
             raise _UnreadableError(f"cannot read its {state}: it is damaged") from error
         if lease.id != directories.public.name:

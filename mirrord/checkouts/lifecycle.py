@@ -180,10 +180,10 @@ class Lifecycle:
 
     def _remove(self, directories: Directories, lease: Lease | None) -> None:
         """Have the lease's backend remove its directories; without a lease, each backend."""
-        known = self.backends.get(lease.backend) if lease else None
+        own = self.backends.get(lease.backend) if lease else None
 
         async def take_down() -> bool:
-            backends = [known] if known else self.backends.values()
+            backends = [own] if own else self.backends.values()
             # a list, because `any` alone would stop at the first backend that had nothing left
             is_gone = any([await backend.take_down(directories, lease) for backend in backends])
             self.layers.drop_unused(lease.layers if lease else ())  # after the unmount
@@ -193,7 +193,7 @@ class Lifecycle:
 
     async def complete_resets(self) -> int:
         """Repeat the resets that failed half-way, and that nobody repeated; return how many."""
-        unfinished = [each for each in self.leases if each.state is LeaseState.RESETTING]
+        unfinished = [lease for lease in self.leases if lease.state is LeaseState.RESETTING]
         for lease in unfinished:
             if not self.is_locked(lease.id):
                 await self._complete_reset(lease)
@@ -284,9 +284,9 @@ class Expiry:
                 current = self.leases.find(lease.id)
                 if current is None or not self._is_over(current):
                     continue
-                mounted = [each for each in current.volumes if each.mounted_by]
+                mounted = [volume for volume in current.volumes if volume.mounted_by]
                 if mounted and not self._is_orphaned(current):
-                    ttl = timedelta(seconds=max(each.ttl_s for each in mounted))
+                    ttl = timedelta(seconds=max(volume.ttl_s for volume in mounted))
                     self.leases.save(current.until(self.clock() + ttl))
                     continue
                 self.lifecycle.end(current)

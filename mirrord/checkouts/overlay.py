@@ -115,17 +115,17 @@ class OverlayBackend:
 
         async with self._template_for(to) as template:
             read = partial(anyio.to_thread.run_sync, read_facts, template.layers)
-            template.facts = facts = template.facts or await read()
+            template.facts = proven = template.facts or await read()
             before = leases.get(to.id)
             leases.save(resetting(to))
             overlays = self._overlays(to, template.layers)
             with ExitStack() as stack:
                 try:
                     mounts = [
-                        stack.enter_context(opened(self._make(to, each, each.next)))
-                        for each in overlays
+                        stack.enter_context(opened(self._make(to, overlay, overlay.next)))
+                        for overlay in overlays
                     ]
-                    proof = _prove(mounts[0], template, facts, to, overlays[0].own)
+                    proof = _prove(mounts[0], template, proven, to, overlays[0].own)
                 except BaseException:
                     leases.save(before)
                     raise
@@ -150,8 +150,8 @@ class OverlayBackend:
                 if lease.state is LeaseState.LIVE:
                     self._remount(lease, template)
         except (errors.MirrordError, OSError) as error:
-            facts = {"mounted": self._is_mounted(lease, TREE), "error": str(error)}
-            log.warning("checkout.orphaned", checkout=lease.id, **facts)
+            fields = {"mounted": self._is_mounted(lease, TREE), "error": str(error)}
+            log.warning("checkout.orphaned", checkout=lease.id, **fields)
             if not self._is_mounted(lease, TREE):
                 raise
 
@@ -162,7 +162,7 @@ class OverlayBackend:
     def _remount(self, lease: Lease, template: Template) -> None:
         """Mount what a reboot, or somebody, unmounted."""
         overlays = self._overlays(lease, template.layers)
-        missing = [each for each in overlays if not self._is_mounted(lease, each.target)]
+        missing = [overlay for overlay in overlays if not self._is_mounted(lease, overlay.target)]
         if missing == overlays:
             self.mounter.umount(lease.id)
         for overlay in missing:
@@ -335,7 +335,7 @@ def _remove(directories: Directories) -> bool:
     is_gone = True
     public = directories.public
     environment = [ENVIRONMENT] if os.path.lexists(directories.private / ENVIRONMENT) else []
-    for directory in (public / TREE, *(public / each for each in environment), public):
+    for directory in (public / TREE, *(public / name for name in environment), public):
         try:
             os.rmdir(directory)
         except FileNotFoundError:
@@ -372,7 +372,7 @@ def remove_layer(layer: Path) -> bool:
 
 
 def _prove(
-    mount: int, template: Template, facts: TemplateFacts, to: Lease, layer: Path | None
+    mount: int, template: Template, proven: TemplateFacts, to: Lease, layer: Path | None
 ) -> Proof:
     """Prove that a mount shows the lease `to`, by its HEAD and the proven template below it."""
     expected = str(template.head)
@@ -389,7 +389,7 @@ def _prove(
             hint="audit the mirror",
         ) from error
     proof = Proof(
-        **facts,
+        **proven,
         head=head,
         tree=template.tree,
         files_checked=None,

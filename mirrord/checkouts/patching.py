@@ -75,8 +75,8 @@ class Patches:
             )
         answer = DiffAnswer.of(made, spool)
         duration_s = round(time.perf_counter() - began, 6)
-        facts = {"files": made.files, "made_by": answer.made_by, "duration_s": duration_s}
-        log.debug("checkout.diffed", checkout=lease.id, **facts)
+        fields = {"files": made.files, "made_by": answer.made_by, "duration_s": duration_s}
+        log.debug("checkout.diffed", checkout=lease.id, **fields)
         return answer
 
     @asynccontextmanager
@@ -100,10 +100,10 @@ class Patches:
         Raises PatchConflictError, InvalidPatchError, and changes nothing.
         """
         async with self._completed(lease):
-            paths, found, notes = await self.workers.run(
+            paths, applied_by, notes = await self.workers.run(
                 apply, self.job(lease), patch, reverse, strategy, timeout=self.timeout()
             )
-        return [decode_name(path) for path in paths], found, notes
+        return [decode_name(path) for path in paths], applied_by, notes
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
         """Write files of a pinned commit into the checkout, without any of its objects.

@@ -132,24 +132,24 @@ class Receipts:
         return row is not None and replace(row.receipt, grade=None) == given
 
     async def verify(
-        self, receipt: protocol.Receipt, found: ResolvedRequest, base: CommitId | None
+        self, receipt: protocol.Receipt, target: ResolvedRequest, base: CommitId | None
     ) -> protocol.ReceiptReport:
-        """Compare a receipt with the mirror, in which its commit was resolved to `found`.
+        """Compare a receipt with the mirror, in which its commit was resolved to `target`.
 
         `base` is the base commit of its instance, if a dataset has that.
         """
         actual: dict[str, object] = {"mirror": receipt.mirror}
         actual |= {"instance": base} if base else {}
-        wanted = found.base
+        wanted = target.base
         actual |= {"commit": wanted.commit, "tree": wanted.tree}
         if receipt.history is History.LINKED:  # shows all of the mirror: no closure is its own
             actual |= {"head": wanted.commit, "closure.objects": None, "closure.sha256": None}
             return report(receipt, actual)
         commit, tip, head = wanted.commit, str(wanted.commit), wanted.commit
         if receipt.history is History.SQUASHED:
-            resolved = await self.stores.commits.get(found.mirror, commit)
+            resolved = await self.stores.commits.get(target.mirror, commit)
             (head, _), tip = squashed_commit(resolved), wanted.tree
-        closure = await self._walk(found.mirror, tip, head)
+        closure = await self._walk(target.mirror, tip, head)
         actual |= {"head": head, "closure.objects": closure.objects}
         return report(receipt, actual | {"closure.sha256": closure.sha256})
 
@@ -192,9 +192,9 @@ def report(receipt: protocol.Receipt, actual: dict[str, object]) -> protocol.Rec
         "closure.sha256": closure.sha256 if closure else None,
     }
     mismatches = [
-        protocol.Mismatch(member=member, stated=_text(stated[member]), found=_text(found))
-        for member, found in actual.items()
-        if _text(found) != _text(stated[member])
+        protocol.Mismatch(member=member, stated=_text(stated[member]), found=_text(value))
+        for member, value in actual.items()
+        if _text(value) != _text(stated[member])
     ]
     return protocol.ReceiptReport(holds=not mismatches, mismatches=mismatches, checked=list(actual))
 
@@ -233,12 +233,12 @@ def _grade_of(lease: Lease) -> protocol.GradeFacts | None:
     graded = lease.graded
     if graded is None or graded.layer != lease.base.layer:
         return None
-    facts = {name: getattr(graded, name) for name in ("policy", "strategy", "dropped_count")}
-    return protocol.GradeFacts(**facts, dropped=list(graded.dropped))
+    members = {name: getattr(graded, name) for name in ("policy", "strategy", "dropped_count")}
+    return protocol.GradeFacts(**members, dropped=list(graded.dropped))
 
 
-def _proven(method: str, at: datetime | None) -> protocol.Proven | None:
-    return protocol.Proven(method=method, at=at) if at else None
+def _proven(method: str, proven_at: datetime | None) -> protocol.Proven | None:
+    return protocol.Proven(method=method, at=proven_at) if proven_at else None
 
 
 def _text(value: object) -> str | None:

@@ -160,8 +160,8 @@ class Checkouts:
                     ).with_volumes(*volumes)  # fmt: skip
                     lease, timings = await self.leasing.make(draft)
         timings = {"copy": copied_s, **timings, "total": elapsed_s(began)}
-        facts = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}
-        self.leasing.publish("checkout.forked", lease, duration_s=timings["total"], **facts)
+        fields = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}
+        self.leasing.publish("checkout.forked", lease, duration_s=timings["total"], **fields)
         return protocol.Fork(
             **checkout_fields(lease, timings), snapshot=request.snapshot, copied=copied_of(source)
         )
@@ -175,8 +175,8 @@ class Checkouts:
             await self.quotas.ensure("make a snapshot", peer.uid, lease.terms.owner_uid)
             made = await self.forks.make(lease, request.name)
             self.quotas.add(lease.terms.owner_uid, made.size_bytes)
-        facts = {"snapshot": made.name, "files": made.files, "duration_s": elapsed_s(began)}
-        self.leasing.publish("snapshot.made", lease, **facts)
+        fields = {"snapshot": made.name, "files": made.files, "duration_s": elapsed_s(began)}
+        self.leasing.publish("snapshot.made", lease, **fields)
         return snapshot_of(lease, made)
 
     async def list_snapshots(self, checkout: str, peer: Peer) -> list[protocol.Snapshot]:
@@ -205,10 +205,10 @@ class Checkouts:
             proof = await self.lifecycle.make_clean(lease)
         proof = replace(proof, snapshot=request.to)
         timings = {"total": elapsed_s(began)}
-        facts: dict[str, Any] = {"snapshot": request.to} if request.to else {}
-        facts |= {"restored": proof.files_restored, "removed": proof.files_removed}
+        fields: dict[str, Any] = {"snapshot": request.to} if request.to else {}
+        fields |= {"restored": proof.files_restored, "removed": proof.files_removed}
         name = "checkout.rolled_back" if request.to else "checkout.reset"
-        self.leasing.publish(name, lease, duration_s=timings["total"], **facts)
+        self.leasing.publish(name, lease, duration_s=timings["total"], **fields)
         return protocol.ResetAnswer(**checkout_fields(lease, timings), proof=proof)
 
     async def renew(
@@ -228,8 +228,8 @@ class Checkouts:
         """Return the descriptor of a mount for the peer's namespace; the caller closes it."""
         async with self.leasing.held(checkout, peer, live=True) as lease:
             mount = self.lifecycle.backend_of(lease).clone(lease, request.target)
-        facts = {"target": str(request.target), "by": peer.uid}
-        self.leasing.publish("checkout.attached", lease, **facts)
+        fields = {"target": str(request.target), "by": peer.uid}
+        self.leasing.publish("checkout.attached", lease, **fields)
         return protocol.Attachment(
             checkout=lease.id, target=request.target, resets=lease.resets
         ), mount
@@ -361,8 +361,8 @@ class Checkouts:
             paths, applied_by, notes = await self.patches.apply(
                 lease, patch, reverse=backwards, strategy=strategy
             )
-        facts = {"files": len(paths), "reverse": reverse, "strategy": str(applied_by)}
-        self.leasing.publish("checkout.patched", lease, **facts)
+        fields = {"files": len(paths), "reverse": reverse, "strategy": str(applied_by)}
+        self.leasing.publish("checkout.patched", lease, **fields)
         return protocol.ApplyAnswer(**checkout_fields(lease, {}), strategy=applied_by, notes=notes)
 
     async def restore(
@@ -408,8 +408,8 @@ class Checkouts:
             job = self.patches.job(lease)
             record = await self.prepared.save(lease, request.name, peer.uid, job, changed)
             self.quotas.add(peer.uid, record.copied["size_bytes"])
-        facts = {"layer": record.saved.name, "files": record.copied["files"]}
-        self.leasing.publish("layer.saved", lease, duration_s=elapsed_s(began), **facts)
+        fields = {"layer": record.saved.name, "files": record.copied["files"]}
+        self.leasing.publish("layer.saved", lease, duration_s=elapsed_s(began), **fields)
         return self.prepared.describe(record)
 
     async def show_layer(

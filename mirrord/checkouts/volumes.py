@@ -124,7 +124,7 @@ class Volumes:
         may lose in a crash, do not prevent this.
         """
         async with self._held(name, peer) as (lease, volume):
-            others = tuple(each for each in lease.volumes if each.name != name)
+            others = tuple(other for other in lease.volumes if other.name != name)
             if volume.holds and not others:
                 self.leasing.lifecycle.end(lease)
             else:
@@ -144,7 +144,7 @@ class Volumes:
         return pair[0].id if pair else checkout
 
     def _save(self, lease: Lease, volume: Volume) -> None:
-        volumes = tuple(volume if each.name == volume.name else each for each in lease.volumes)
+        volumes = tuple(volume if other.name == volume.name else other for other in lease.volumes)
         self.leasing.leases.save(replace(lease, volumes=volumes))
 
 

@@ -26,26 +26,26 @@ class Attention(NamedTuple):
     action: str = ""
 
 
-def problems_of(found: Status) -> Iterator[Attention]:
+def problems_of(status: Status) -> Iterator[Attention]:
     """Yield what needs attention, the worst first."""
-    reasons = found.health.reasons
+    reasons = status.health.reasons
     for reason in reasons:
         if not reason.startswith(_WARNING):
             yield Attention("degraded", reason, _action_for(reason))
-    yield from _audit_problems(found)
-    yield from _mirror_problems(found.mirrors)
-    for dataset in found.datasets:
+    yield from _audit_problems(status)
+    yield from _mirror_problems(status.mirrors)
+    for dataset in status.datasets:
         faults = [(dataset.fault_count, "bad row"), (dataset.unpinned_count, "unpinned commit")]
         if fact := ", ".join(count(number, noun) for number, noun in faults if number):
             show = f"mirrord dataset show {dataset.name}"
             yield Attention("problem", f"dataset {dataset.name}: {fact}", show)
-    for job in found.jobs:
+    for job in status.jobs:
         if job.last_error and not job.name.startswith("sync/"):  # a problem of its mirror
             yield Attention(
                 "problem", f"job {job.name}: {job.last_error}", "mirrord operation list"
             )
-    if found.checkout_count > found.checkout_max * _NEARLY_FULL:
-        fact = f"{found.checkout_count:,} of at most {found.checkout_max:,} checkouts are held"
+    if status.checkout_count > status.checkout_max * _NEARLY_FULL:
+        fact = f"{status.checkout_count:,} of at most {status.checkout_max:,} checkouts are held"
         yield Attention("problem", fact, "mirrord top")
     for reason in reasons:
         if reason.startswith(_WARNING):
@@ -62,19 +62,19 @@ def _action_for(reason: str) -> str:
     return "journalctl -t mirrord -p warning"
 
 
-def _audit_problems(found: Status) -> Iterator[Attention]:
-    audit = found.last_audit
+def _audit_problems(status: Status) -> Iterator[Attention]:
+    audit = status.last_audit
     if audit is None:
         return
-    at = moment(audit.finished_at)
+    when = moment(audit.finished_at)
     if audit.affected_count:
-        fact = f"{count(audit.affected_count, 'instance')} cannot be served (audit of {at})"
+        fact = f"{count(audit.affected_count, 'instance')} cannot be served (audit of {when})"
         yield Attention("problem", fact, "mirrord audit; mirrord heal")
     elif audit.open_count:
-        fact = f"{count(audit.open_count, 'finding')} of the audit of {at}"
+        fact = f"{count(audit.open_count, 'finding')} of the audit of {when}"
         yield Attention("problem", fact, "mirrord audit")
     if audit.left_count:
-        fact = f"the audit of {at} could not check {count(audit.left_count, 'mirror')}"
+        fact = f"the audit of {when} could not check {count(audit.left_count, 'mirror')}"
         yield Attention("problem", fact, "mirrord audit")
 
 
@@ -91,8 +91,8 @@ def _mirror_problems(mirrors: Sequence[Mirror]) -> Iterator[Attention]:
 
 
 def attention_lines(problems: list[Attention]) -> Iterator[str]:
-    for each in problems:
-        kind = styled(f"{each.kind}:", _COLOURS[each.kind])
-        yield f"{kind} {cell(each.fact.removeprefix(_WARNING))}"
-        if each.action:
-            yield f"  -> {cell(each.action)}"
+    for problem in problems:
+        kind = styled(f"{problem.kind}:", _COLOURS[problem.kind])
+        yield f"{kind} {cell(problem.fact.removeprefix(_WARNING))}"
+        if problem.action:
+            yield f"  -> {cell(problem.action)}"

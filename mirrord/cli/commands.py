@@ -212,5 +212,5 @@ def _complete(
     from .completion import candidates  # noqa: PLC0415
 
     session = ctx.obj if isinstance(ctx.obj, Session) else Session()
-    known = candidates(session, names)
-    return [CompletionItem(n, help=about) for n, about in known if n.startswith(incomplete)]
+    offered = candidates(session, names)
+    return [CompletionItem(n, help=about) for n, about in offered if n.startswith(incomplete)]

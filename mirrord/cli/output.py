@@ -102,18 +102,18 @@ def facts_of(item: object, names: str, **computed: object) -> Iterator[str]:
 def _member(item: object, path: str) -> object:
     """Return a member as text shows it; paths are `error.detail`, `mirrors:count`, `ref:name`."""
     names, _, form = path.partition(":")
-    found: Any = item
+    value: Any = item
     for name in names.split("."):
-        found = None if found is None else getattr(found, name)
-    if form == "name" and found is not None:
-        return quote_name(found)
+        value = None if value is None else getattr(value, name)
+    if form == "name" and value is not None:
+        return quote_name(value)
     if form == "short":
-        return short(found)
+        return short(value)
     if form == "count":
-        return len(found)
-    if isinstance(found, list):
-        return ", ".join(map(str, found)) or None
-    return size(found) if names.endswith("_bytes") else found
+        return len(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or None
+    return size(value) if names.endswith("_bytes") else value
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:

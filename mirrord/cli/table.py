@@ -222,8 +222,8 @@ def _iter_verbs() -> Iterable[Verb]:
         if line.startswith("# "):
             section = line.removeprefix("# ")
             continue
-        name, at, ends, summary = line.split("; ", 3)
-        yield Verb(name, at, tuple(map(int, ends)), summary, section, next(lines).strip())
+        name, function, ends, summary = line.split("; ", 3)
+        yield Verb(name, function, tuple(map(int, ends)), summary, section, next(lines).strip())
 
 
 VERBS = tuple(_iter_verbs())

@@ -62,7 +62,7 @@ def finish(session: Session, operation: Operation) -> Operation:
     """Wait for an operation; raises its error. Ctrl-C ends the wait, not the operation."""
     try:
         with watching(session, f"{operation.kind} {operation.subject}") as watch:
-            return session.client.wait(operation, progress=lambda found: watch(found.progress))
+            return session.client.wait(operation, progress=lambda current: watch(current.progress))
     except KeyboardInterrupt:
         _print_running(operation)
         raise
@@ -143,4 +143,4 @@ def exit_as_verb(ended: Operation) -> None:
 
 def operation_table(operations: Iterable[Operation]) -> Iterator[str]:
     columns = "OPERATION=id KIND SUBJECT STATE PROGRESS STARTED=started_at"
-    return listing(operations, columns, PROGRESS=lambda found: amount(found.progress))
+    return listing(operations, columns, PROGRESS=lambda operation: amount(operation.progress))

@@ -109,20 +109,20 @@ def state_lock(state_dir: Path) -> Iterator[None]:
         raise errors.ResourceError(fact, hint="check its owner") from error
     with opened(lock):
         if not _comes_true(partial(_try_lock, lock)):
-            facts = _read_holder(lock)
-            holder = "process {pid} of uid {uid}, started {started_at}" if facts else ""
-            holder = holder.format(**facts) or "a starting daemon"
+            identity = _read_holder(lock)
+            holder = "process {pid} of uid {uid}, started {started_at}" if identity else ""
+            holder = holder.format(**identity) or "a starting daemon"
             raise errors.ConflictError(
                 f"cannot start a daemon on {state_dir}: {holder} uses it",
                 hint="stop that daemon, or use another state_dir",
                 state_dir=str(state_dir),
-                **facts,
+                **identity,
             )
         started_at = utc_now().isoformat(timespec="seconds")
-        facts = {"pid": os.getpid(), "uid": os.geteuid(), "started_at": started_at}
+        identity = {"pid": os.getpid(), "uid": os.geteuid(), "started_at": started_at}
         with contextlib.suppress(OSError):  # a full disk does not affect the lock
             os.ftruncate(lock, 0)
-            os.pwrite(lock, json.dumps(facts).encode() + b"\n", 0)
+            os.pwrite(lock, json.dumps(identity).encode() + b"\n", 0)
         yield
 
 

@@ -260,8 +260,8 @@ class ActivityMonitor:
     def report(self, uid: int | None = None, *, history: bool = False) -> protocol.Activity:
         """Return the report as an administrator sees it, or as the user `uid` does."""
         seconds, answered = self.traffic.latest()
-        endpoints = [_endpoint(name, each, seconds) for name, each in answered.items()]
-        endpoints.sort(key=lambda each: (-each.requests, each.endpoint))
+        endpoints = [_endpoint(name, counts, seconds) for name, counts in answered.items()]
+        endpoints.sort(key=lambda row: (-row.requests, row.endpoint))
         health = self.health.report().health
         connections, calls = self.traffic.connections(), self.workers.calls()
         stores = protocol.CacheActivity(
@@ -280,11 +280,11 @@ class ActivityMonitor:
             workers=self.workers.count, workers_busy=len(calls),
             calls=[
                 protocol.WorkerActivity(
-                    function=each.function, since=each.since,
-                    uid=None if each.uid == HOUSEKEEPING else each.uid,
+                    function=call.function, since=call.since,
+                    uid=None if call.uid == HOUSEKEEPING else call.uid,
                 )
-                for each in calls
-                if uid in {None, each.uid}
+                for call in calls
+                if uid in {None, call.uid}
             ][:_CALLS],
             operations_running=self.operations.running_count,
             operations_queued=self.operations.queued_count,
@@ -311,7 +311,7 @@ class ActivityMonitor:
             "connections": connections,
             "requests": self.gate.unanswered(),
             "disk_bytes": self.checkouts.quotas.used,
-            "running": Counter(each.uid for each in self.workers.calls()),
+            "running": Counter(call.uid for call in self.workers.calls()),
             "waiting": self.workers.waiting(),
         }
         uids = {uid for column in columns.values() for uid, count in column.items() if count}

@@ -394,7 +394,9 @@ class Engine:
         That may have changed while no daemon ran. A mirror with a URL of its own stays there,
         unless a table [[mirror]] has another one.
         """
-        tables = {MirrorName.parse(each.repo).key for each in self._settings.mirror if each.url}
+        tables = {
+            MirrorName.parse(mirror.repo).key for mirror in self._settings.mirror if mirror.url
+        }
         for row in await self.catalog.list_mirrors():
             now = default_url(self._settings, row.name)
             follows = row.url == row.configured_url or row.name.key in tables
@@ -461,7 +463,7 @@ class Engine:
             backend=self.backend,
             health=health,
             mirrors=await self.mirrors.list_mirrors(),
-            datasets=[self.readiness.describe(each) for each in datasets],
+            datasets=[self.readiness.describe(summary) for summary in datasets],
             checkout_count=len(self.checkouts.leases),
             checkout_max=self._settings.checkouts.max,
             operations_running=self.operations.running_count,

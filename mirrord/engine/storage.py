@@ -97,16 +97,16 @@ class Storage:
             kinds += [await self._weigh_templates(leases), *await self._weigh_catalog(leases)]
         # checkouts last: trees of the pool can use up the walk's time
         kinds += await self._weigh(items | _find_checkouts(self.layout.root, leases))
-        kinds.sort(key=lambda each: get_args(UsageKind).index(each.kind))
-        rows = [row for each in kinds for row in each.rows]
+        kinds.sort(key=lambda kind: get_args(UsageKind).index(kind.kind))
+        rows = [row for kind in kinds for row in kind.rows]
         disk = await anyio.to_thread.run_sync(os.statvfs, self.layout.root)
         return Usage(
-            size_bytes=sum(each.size_bytes for each in kinds),
-            reclaimable_bytes=sum(each.reclaimable_bytes for each in kinds),
+            size_bytes=sum(kind.size_bytes for kind in kinds),
+            reclaimable_bytes=sum(kind.reclaimable_bytes for kind in kinds),
             disk_bytes=disk.f_blocks * disk.f_frsize,
             # not f_bfree, which counts what only root may use: 5 % of an ext4
             disk_free_bytes=disk.f_bavail * disk.f_frsize,
-            totals=[each.total for each in kinds if each.rows],
+            totals=[kind.total for kind in kinds if kind.rows],
             rows=rows if verbose else [],
             partial=sum(not row.is_whole for row in rows),
         )
@@ -119,8 +119,11 @@ class Storage:
             keep = self.checkouts.needed_templates
             if dry_run:
                 templates = {
-                    each.name: (sum(not one.is_needed for one in each.templates), each.free_bytes)
-                    for each in await self.templates.weigh(keep)
+                    weight.name: (
+                        sum(not one.is_needed for one in weight.templates),
+                        weight.free_bytes,
+                    )
+                    for weight in await self.templates.weigh(keep)
                 }
             else:
                 self.checkouts.pool.spares.drop(timedelta())
@@ -138,11 +141,11 @@ class Storage:
         ]
         dropped += [
             Dropped(kind=row.kind, name=row.name, size_bytes=row.size_bytes)
-            for each in weighed
-            for row in each.rows
+            for kind in weighed
+            for row in kind.rows
             if row.size_bytes and (row.kind, row.name) not in kept
         ]
-        freed_bytes = sum(each.size_bytes for each in dropped)
+        freed_bytes = sum(item.size_bytes for item in dropped)
         if not dry_run:
             self.events.publish("garbage.collected", count=len(dropped), size_bytes=freed_bytes)
         return Garbage(dry_run=dry_run, freed_bytes=freed_bytes, dropped=dropped)
@@ -183,20 +186,20 @@ class Storage:
         layout, garbage, store = self.layout, self._find_garbage(), self.environments.store
         environments = [
             _Item(
-                each.name,
-                (store.root / each.digest, *store.lowers(each.digest)[1:]),
-                store.held[each.digest],
+                ready.name,
+                (store.root / ready.digest, *store.lowers(ready.digest)[1:]),
+                store.held[ready.digest],
             )
-            for each in store.list()
+            for ready in store.list()
         ]
         mirrors, quarantine = _paths_in(layout.mirrors), _paths_in(layout.quarantine)
         return {
-            "mirrors": [_Item(each.name, (each,), held[each.name]) for each in mirrors],
+            "mirrors": [_Item(path.name, (path,), held[path.name]) for path in mirrors],
             **garbage,
             "environments": [*environments, *garbage["environments"]],
-            "quarantine": [_Item(each.name, (each,), 0, each in leftovers) for each in quarantine],
+            "quarantine": [_Item(path.name, (path,), 0, path in leftovers) for path in quarantine],
             "other": [
-                _Item(each.name, (each,)) for each in (layout.datasets, layout.bundles, layout.home)
+                _Item(path.name, (path,)) for path in (layout.datasets, layout.bundles, layout.home)
             ],
         }
 
@@ -227,14 +230,14 @@ class Storage:
         spares, caches = self.checkouts.pool.spares.ready, self.environments.builds.caches()
         return {
             "environments": [
-                *(_Item(f"cache of {each.name}", (each,), is_garbage=True) for each in caches),
-                *(_Item(f"image {each.name}", (each,), is_garbage=True) for each in fetched),
+                *(_Item(f"cache of {path.name}", (path,), is_garbage=True) for path in caches),
+                *(_Item(f"image {path.name}", (path,), is_garbage=True) for path in fetched),
             ],
-            "warm-trees": [_Item(each.public.name, each, is_garbage=True) for each in spares],
-            "quarantine": [_Item(each.name, (each,), is_garbage=True) for each in leftovers],
+            "warm-trees": [_Item(spare.public.name, spare, is_garbage=True) for spare in spares],
+            "quarantine": [_Item(path.name, (path,), is_garbage=True) for path in leftovers],
             "trash": [
-                _Item(str(each.relative_to(layout.root)), (each,), is_garbage=True)
-                for each in trash
+                _Item(str(path.relative_to(layout.root)), (path,), is_garbage=True)
+                for path in trash
             ],
         }
 
@@ -243,18 +246,18 @@ class Storage:
     async def _weigh(self, items: _Items) -> list[_Kind]:
         """Weigh items by a walk."""
         limit_s = _WALK_TIME.total_seconds()
-        paths = {str(kind): [each.paths for each in some] for kind, some in items.items()}
+        paths = {str(kind): [item.paths for item in some] for kind, some in items.items()}
         # the walk ends by itself after half of this, unless the disk hangs
         weights = await self.mirrors.workers.run(weigh, paths, limit_s, timeout=_WALK_TIME * 2)
         kinds = []
         for kind, some in items.items():
             rows = [
                 UsageRow(
-                    kind=kind, name=each.name, checkouts=each.checkouts, is_whole=weight.is_whole,
+                    kind=kind, name=item.name, checkouts=item.checkouts, is_whole=weight.is_whole,
                     size_bytes=weight.size_bytes, shared_bytes=weight.shared_bytes,
-                    reclaimable_bytes=weight.size_bytes if each.is_garbage else 0,
+                    reclaimable_bytes=weight.size_bytes if item.is_garbage else 0,
                 )
-                for each, weight in zip(some, weights[kind].each, strict=True)
+                for item, weight in zip(some, weights[kind].each, strict=True)
             ]  # fmt: skip
             free = sum(row.reclaimable_bytes for row in rows)
             kinds.append(_Kind(kind, rows, weights[kind].total_bytes, free))
@@ -321,7 +324,7 @@ def _paths_in(directory: Path) -> list[Path]:
 
 def _find_existing(items: _Items) -> set[tuple[UsageKind, str]]:
     """Return kind and name of the items that still exist."""
-    return {(kind, each.name) for kind, some in items.items() for each in some if each.exists}
+    return {(kind, item.name) for kind, some in items.items() for item in some if item.exists}
 
 
 def _template_name(store: SealedStore) -> str:

@@ -116,10 +116,10 @@ class Schedule:
         """Return the state of every job."""
         return [
             JobState(
-                name=name, next_at=self._next_at(name), last_at=each.last_at,
-                last_error=each.last_error,
+                name=name, next_at=self._next_at(name), last_at=state.last_at,
+                last_error=state.last_error,
             )
-            for name, each in sorted(self._states.items())
+            for name, state in sorted(self._states.items())
         ]  # fmt: skip
 
     async def _run(self, name: str) -> None:
@@ -145,8 +145,8 @@ class Schedule:
             state.last_error = "an unexpected error; the daemon's log has the details"
             log.exception("job.crashed", job=name)
 
-    def _move(self, name: str, at: datetime) -> None:
-        self._context.run(self._scheduler.modify_job, name, next_run_time=at)
+    def _move(self, name: str, run_at: datetime) -> None:
+        self._context.run(self._scheduler.modify_job, name, next_run_time=run_at)
 
     def _next_at(self, name: str) -> datetime | None:
         job = self._scheduler.get_job(name)
@@ -233,8 +233,8 @@ class Timetable:
         mirrors = await catalog.list_mirrors()
         names = {str(row.name) for row in mirrors}
         audits = await catalog.list_audits(node=catalog.node or None)
-        whole = [each for each in audits if names <= set(each.mirrors) and not each.left]
-        content = [each for each in whole if each.level is AuditLevel.CONTENT]
+        whole = [ended for ended in audits if names <= set(ended.mirrors) and not ended.left]
+        content = [ended for ended in whole if ended.level is AuditLevel.CONTENT]
 
         async def auditing(
             name: str, interval: timedelta, level: AuditLevel | None, past: list[Audit]

@@ -99,9 +99,9 @@ class BackgroundWork:
         run = partial(self.mirrors.maintain, name)
         return self.operations.start("mirror.maintain", str(name), run)
 
-    def restore_refs(self, name: MirrorName, at: str, *, owner_uid: int = 0) -> Operation:
+    def restore_refs(self, name: MirrorName, record: str, *, owner_uid: int = 0) -> Operation:
         async def run(_: ProgressSink) -> object:
-            return await self.mirrors.refs_restore(name, at)
+            return await self.mirrors.refs_restore(name, record)
 
         return self.operations.start("refs.restore", str(name), run, owner_uid=owner_uid)
 
@@ -139,20 +139,20 @@ class BackgroundWork:
             restored: list[BundleImported] = []
             failed: list[NotRestored] = []
             try:
-                async for each in store.restore_all(names, owner_uid, progress):
-                    if isinstance(each, BundleImported):
-                        restored.append(each)
+                async for outcome in store.restore_all(names, owner_uid, progress):
+                    if isinstance(outcome, BundleImported):
+                        restored.append(outcome)
                     else:
-                        failed.append(each)
+                        failed.append(outcome)
             finally:
                 # what came before the store went away counts
-                changed = {name for each in restored for name in each.datasets}
+                changed = {name for outcome in restored for name in outcome.datasets}
                 await self.datasets.recompose(changed)
                 self.datasets.rows_changed(changed)
             await self.on_mirrors_changed()
             audit = None
             if restored:
-                mirrors = [each.mirror for each in restored]
+                mirrors = [outcome.mirror for outcome in restored]
                 request = StartAudit(mirrors=mirrors, level=AuditLevel.CLOSURE, heal=False)
                 audit = await self.audits.run(request, progress)
             return Restored(mirrors=restored, failed=failed, audit=audit)

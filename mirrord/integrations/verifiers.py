@@ -53,8 +53,8 @@ class MirrordRuntime(Runtime):
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
         if max_bytes is not None:
             # verifiers reads by a command that names the path, which differs without namespaces
-            found = await self.sandbox.at(path)
-            return await super()._read(found, max_bytes)  # type: ignore[no-any-return]
+            there = await self.sandbox.at(path)
+            return await super()._read(there, max_bytes)  # type: ignore[no-any-return]
         try:
             return await self.sandbox.read(path)
         except MirrordError as error:

@@ -51,7 +51,11 @@ def apply(
             submodules=None if job.is_sealed else worktree.objects,
         )
         removed = [change.path for change in done.changes if change.mode is None]
-        new = {at.path: File(at.mode, at.data) for at in done.changes if at.mode is not None}
+        new = {
+            change.path: File(change.mode, change.data)
+            for change in done.changes
+            if change.mode is not None
+        }
         rules = {path: file.data for path, file in new.items() if _is_rules(path, file.mode)}
         modes = {path: file.mode for path, file in new.items()}
         _write(job, worktree, removed, modes, lambda path: new[path].data, rules, tree.stats)
@@ -66,24 +70,26 @@ def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
         tree = BaseTree(objects, read_commit(objects, commit).tree)
         entries: dict[bytes, TreeEntry] = {}
         for path in wanted:
-            found = tree.find(path) if path.count(b"/") < TREE_DEPTH_LIMIT else None
-            if found is None:
+            named = tree.find(path) if path.count(b"/") < TREE_DEPTH_LIMIT else None
+            if named is None:
                 raise errors.PathNotFoundError(
                     f"cannot restore {shown_path(path)}: commit {commit} does not have it",
                     hint="nothing was changed",
                 )
-            inside = walk(objects, found.oid, path + b"/") if found.is_tree else [found]
+            inside = walk(objects, named.oid, path + b"/") if named.is_tree else [named]
             entries |= {entry.path: entry for entry in inside if not entry.is_tree}
 
-        def read(at: TreeEntry) -> File:
-            return File(at.mode, b"" if at.is_submodule else objects.read_blob(at.oid))
+        def read(entry: TreeEntry) -> File:
+            return File(entry.mode, b"" if entry.is_submodule else objects.read_blob(entry.oid))
 
         # only targets of links are judged; files are read one at a time, when they are written
-        links = {path: read(at) for path, at in entries.items() if at.is_symlink}
-        others = {path: File(at.mode, b"") for path, at in entries.items()}
+        links = {path: read(entry) for path, entry in entries.items() if entry.is_symlink}
+        others = {path: File(entry.mode, b"") for path, entry in entries.items()}
         must_fit(others | links, errors.InvalidRequestError)
-        rules = {path: read(at).data for path, at in entries.items() if _is_rules(path, at.mode)}
-        modes = {path: at.mode for path, at in entries.items()}
+        rules = {
+            path: read(entry).data for path, entry in entries.items() if _is_rules(path, entry.mode)
+        }
+        modes = {path: entry.mode for path, entry in entries.items()}
         _write(job, worktree, [], modes, lambda path: read(entries[path]).data, rules)
         return sorted(entries)
 

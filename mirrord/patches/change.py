@@ -119,7 +119,11 @@ class JournaledChange:
 
         def beside(path: bytes) -> bytes:
             above = reversed((b"", *parents(path)))
-            return next(at for at in above if at not in made and at not in cleared)
+            return next(
+                directory
+                for directory in above
+                if directory not in made and directory not in cleared
+            )
 
         return Journal(
             secrets.token_hex(8),
@@ -155,9 +159,9 @@ class JournaledChange:
             with _named(step.path):
                 self._move(step.path, name)
                 self._must_be_as(expected, step.path, name)
-        for name, each in journal.iter_cleared():
-            with _named(each.path):
-                self._clear(each.path, name)
+        for name, cleared in journal.iter_cleared():
+            with _named(cleared.path):
+                self._clear(cleared.path, name)
         for path in journal.made:
             with _named(path):
                 writer.make_directories(path)
@@ -213,9 +217,9 @@ class JournaledChange:
             for path in reversed(journal.made):
                 with _collected(failures, *_TAKEN, *_GONE):
                     self._remove_directory(path)
-            for name, each in reversed([*journal.iter_cleared()]):
+            for name, cleared in reversed([*journal.iter_cleared()]):
                 with _collected(failures):
-                    self._restore_directory(name, each, writer)
+                    self._restore_directory(name, cleared, writer)
             for name, step in journal.iter_old():
                 with _collected(failures):
                     self._move_back(name, step.path, writer)

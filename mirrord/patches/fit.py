@@ -211,9 +211,9 @@ def find_obstacle(tree: Tree, results: Results) -> bytes | None:
         content = tree.read(path)
         if content is None:
             for above in reversed(parents(path)):
-                at = tree.read(above)
-                is_tree = at is None or at.mode in (DIRECTORY, SUBMODULE)
-                if not is_tree and results.get(above, at) is not None:
+                parent = tree.read(above)
+                is_tree = parent is None or parent.mode in (DIRECTORY, SUBMODULE)
+                if not is_tree and results.get(above, parent) is not None:
                     return above
         elif content.mode == DIRECTORY:
             if any(results.get(below, content) is not None for below in tree.iter_below(path)):
@@ -234,7 +234,7 @@ class Patched:
         return self._results[path] if path in self._results else self._tree.read(path)
 
     def iter_below(self, path: bytes) -> Iterator[bytes]:
-        return (each for each in self._tree.iter_below(path) if each not in self._results)
+        return (below for below in self._tree.iter_below(path) if below not in self._results)
 
 
 class BaseFiles:
@@ -284,17 +284,17 @@ def splice(
     for hunk in hunks:
         before = [key(line) for line in hunk.before] if key else hunk.before
         try:
-            at = _find(keys, patched, hunk, before)
+            index = _find(keys, patched, hunk, before)
         except MisfitError:
             if rejects:
                 continue
             raise
-        end = at + len(before)
-        after = _merged(hunk, lines, at) if key else hunk.after
-        lines[at:end] = after
-        patched[at:end] = b"\1" * len(after)
+        end = index + len(before)
+        after = _merged(hunk, lines, index) if key else hunk.after
+        lines[index:end] = after
+        patched[index:end] = b"\1" * len(after)
         if key:
-            keys[at:end] = [key(line) for line in after]
+            keys[index:end] = [key(line) for line in after]
     return b"".join(lines)
 
 
@@ -323,22 +323,30 @@ def _find(lines: list[bytes], patched: bytearray, hunk: Hunk, before: list[bytes
     else:
         starts = _spread(min(max(hunk.new_start - 1, 0), len(lines)), 0, len(lines))
     has_ragged_end = count > 0 and not at_end and not before[-1].endswith(b"\n")
-    for at in starts:
-        is_possible = at == last if at_end else at <= last
-        if is_possible and lines[at : at + count] == before and 1 not in patched[at : at + count]:
-            return at
-        if has_ragged_end and 0 <= at <= last and lines[at + count - 1].startswith(before[-1]):
+    for start in starts:
+        is_possible = start == last if at_end else start <= last
+        if (
+            is_possible
+            and lines[start : start + count] == before
+            and 1 not in patched[start : start + count]
+        ):
+            return start
+        if (
+            has_ragged_end
+            and 0 <= start <= last
+            and lines[start + count - 1].startswith(before[-1])
+        ):
             raise NeedsGitError("half a line, which git matches as a whole one")
     raise MisfitError
 
 
-def _merged(hunk: Hunk, lines: list[bytes], at: int) -> list[bytes]:
+def _merged(hunk: Hunk, lines: list[bytes], index: int) -> list[bytes]:
     """Return the new lines of a hunk, with the file's own lines of context."""
     merged = []
     for kind, line in hunk.lines:
         if kind != REMOVED:
-            merged.append(lines[at] if kind == CONTEXT else line)
-        at += kind != ADDED
+            merged.append(lines[index] if kind == CONTEXT else line)
+        index += kind != ADDED
     return merged
 
 
@@ -389,7 +397,7 @@ class _GnuPatch:
         if skip < 0 and number <= 1:  # less context before than after: at the start of the file
             starts = (1,) if self._frozen <= leading and highest >= 1 else ()
         elif drop < 0:  # at its end
-            starts = (at,) if (at := total - len(before) + 1) >= lowest else ()
+            starts = (last,) if (last := total - len(before) + 1) >= lowest else ()
         else:
             starts = _spread(first, lowest, highest)
         skip = max(skip, 0)
@@ -403,14 +411,14 @@ class _GnuPatch:
         return None
 
     def apply(self, hunk: Hunk, where: int) -> None:
-        at, end = where - 1, where - 1 + len(hunk.before)
+        index, end = where - 1, where - 1 + len(hunk.before)
         for kind, line in hunk.lines:
             if kind != CONTEXT:
-                self._copy_to(at)
+                self._copy_to(index)
             if kind != ADDED:
                 self._frozen += kind == REMOVED
-                at += 1
-            elif at == end:
+                index += 1
+            elif index == end:
                 self._write(line)
             else:  # patch joins this to the previous line if that has no newline
                 self._done.append(line)
@@ -422,8 +430,8 @@ class _GnuPatch:
     def _copy_to(self, line: int) -> None:
         if self._frozen > line:
             raise MisfitError
-        for each in self._lines[self._frozen : line]:
-            self._write(each)
+        for text in self._lines[self._frozen : line]:
+            self._write(text)
         self._frozen = line
 
     def _write(self, line: bytes) -> None:

@@ -68,8 +68,8 @@ class Journal:
 
     def iter_cleared(self) -> Iterator[tuple[bytes, Cleared]]:
         """Yield the directories that are moved away, the deepest first, with temporary names."""
-        for n, each in reversed([*enumerate(self.cleared)]):
-            yield self._name(each.beside, f"{n}.directory"), each
+        for n, cleared in reversed([*enumerate(self.cleared)]):
+            yield self._name(cleared.beside, f"{n}.directory"), cleared
 
     def _name(self, beside: bytes, end: str) -> bytes:
         name = f".mirrord-{self.token}-{end}".encode()
@@ -142,6 +142,6 @@ def _from_json(data: bytes, *, is_done: bool) -> Journal:
         mtime_ns,
         tuple(PathStep(path(step[0]), path(step[1]), *step[2:]) for step in steps),
         tuple(map(path, made)),
-        tuple(Cleared(path(each), path(beside), mode) for each, beside, mode in cleared),
+        tuple(Cleared(path(name), path(beside), mode) for name, beside, mode in cleared),
         is_done,
     )

@@ -47,12 +47,12 @@ def _misfit_of(tree: Tree, file: FilePatch, how: Splice) -> str | None:
         return False
 
     # more hunks never mend a refusal, so the first that is refused is found by halving
-    at = bisect_left(range(1, len(file.hunks) + 1), True, key=is_refused)
-    if at == len(file.hunks):
+    index = bisect_left(range(1, len(file.hunks) + 1), True, key=is_refused)
+    if index == len(file.hunks):
         return None
-    hunk = file.hunks[at]
+    hunk = file.hunks[index]
     numbers = f"-{hunk.old_start},{hunk.old_count} +{hunk.new_start},{hunk.new_count}"
-    return f"hunk {at + 1} of {shown_path(file.old or b'')} (@@ {numbers} @@) fits nowhere"
+    return f"hunk {index + 1} of {shown_path(file.old or b'')} (@@ {numbers} @@) fits nowhere"
 
 
 def _hunk_at(patch: bytes, line: int) -> str | None:

@@ -152,8 +152,8 @@ class _Parser:
         return line.startswith(_BINARY) or (differs and not self._as_patch)
 
     def _line(self, ahead: int) -> bytes:
-        at = self._at + ahead
-        return self._lines[at] if at < len(self._lines) else b""
+        index = self._at + ahead
+        return self._lines[index] if index < len(self._lines) else b""
 
     # -- headers -----------------------------------------------------------------------------------
 
@@ -300,9 +300,9 @@ def has_nul_in_name(patch: bytes) -> bool:
 
 def named_paths(patch: bytes) -> set[bytes]:
     """Return every path whose content git may read, and their parents."""
-    lines = (found.groups() for found in _NAME.finditer(patch))
+    lines = (match.groups() for match in _NAME.finditer(patch))
     paths = {path.strip(b"/") for key, rest in lines for path in _names_in(key, rest)}
-    above = {path[:at] for path in paths for at, byte in enumerate(path) if byte == _SLASH}
+    above = {path[:end] for path in paths for end, byte in enumerate(path) if byte == _SLASH}
     return {path for path in paths | above if path}
 
 
@@ -362,13 +362,13 @@ def _read_extended(patch: FilePatch, line: bytes, default: bytes | None, strip: 
     return True
 
 
-def _verified(known: bytes | None, rest: bytes, *, is_null: bool, strip: int) -> bytes | None:
+def _verified(named: bytes | None, rest: bytes, *, is_null: bool, strip: int) -> bytes | None:
     if is_null:
-        if known is not None or not NULL.match(rest):
+        if named is not None or not NULL.match(rest):
             raise NeedsGitError("a name where /dev/null should be")
         return None
     name = name_of(rest, strip)
-    if known is not None and name != known:
+    if named is not None and name != named:
         raise NeedsGitError("two names for one side")
     return name
 
@@ -450,17 +450,17 @@ def header_name(rest: bytes, strip: int) -> bytes | None:
     name = _after_slash(rest, strip)
     if name is None:
         return None
-    for at in (found.start() for found in re.finditer(rb"[\t ]", name)):
-        if _after_slash(name[at + 1 :], strip) == name[:at]:
-            return name[:at]
+    for blank in (match.start() for match in re.finditer(rb"[\t ]", name)):
+        if _after_slash(name[blank + 1 :], strip) == name[:blank]:
+            return name[:blank]
     return None
 
 
 def _after_slash(name: bytes, strip: int) -> bytes | None:
     if strip == 0:
         return None if name.startswith(b"/") else name
-    at = -1
+    slash = -1
     for _ in range(strip):
-        if (at := name.find(b"/", at + 1)) < 0:
+        if (slash := name.find(b"/", slash + 1)) < 0:
             return None
-    return None if at == 0 else name[at + 1 :]
+    return None if slash == 0 else name[slash + 1 :]

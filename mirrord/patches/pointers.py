@@ -70,10 +70,10 @@ def move(tree: Tree, objects: Objects | None, patch: bytes, *, reverse: bool) ->
         return moved
     for pointer, text in _read(patch):
         path, old, new, _ = pointer
-        at = tree.read(path)
-        if at is None and b" 160000" not in text:  # text around the patch, or a new file
+        file = tree.read(path)
+        if file is None and b" 160000" not in text:  # text around the patch, or a new file
             continue
-        if at is not None and at.mode not in (DIRECTORY, SUBMODULE):  # a file with such lines
+        if file is not None and file.mode not in (DIRECTORY, SUBMODULE):  # a file with such lines
             continue
         if reverse:
             pointer = MovedSubmodule(path, new, old, pointer.is_dirty)
@@ -97,8 +97,8 @@ def move(tree: Tree, objects: Objects | None, patch: bytes, *, reverse: bool) ->
 
 
 def _has_files(tree: Tree, path: bytes) -> bool:
-    at = tree.read(path)
-    return at is not None and at.mode == DIRECTORY
+    file = tree.read(path)
+    return file is not None and file.mode == DIRECTORY
 
 
 def _has(objects: Objects | None, commit: str | None) -> bool:
@@ -109,23 +109,23 @@ def _has(objects: Objects | None, commit: str | None) -> bool:
 
 def _read(patch: bytes) -> Iterator[tuple[MovedSubmodule, bytes]]:
     """Yield what moves a submodule, with the text that says so."""
-    for found in _SECTION.finditer(patch):
-        before, after, old, was_dirty, new, is_dirty = found.groups()
+    for match in _SECTION.finditer(patch):
+        before, after, old, was_dirty, new, is_dirty = match.groups()
         if old is None and new is None:
             continue
         with suppress(NeedsGitError):
             path = name_of(after if new else before, 1)
             if path:
-                yield _pointer(path, old, new, is_dirty=bool(was_dirty or is_dirty)), found[0]
+                yield _pointer(path, old, new, is_dirty=bool(was_dirty or is_dirty)), match[0]
     rest = _SECTION.sub(b"", patch)
     named = named_paths(rest)
-    for found in _LOG.finditer(rest):
-        path, old, new = found.groups()
+    for match in _LOG.finditer(rest):
+        path, old, new = match.groups()
         if path not in named:  # else `--submodule=diff`, and its files follow
-            yield _pointer(path, old, new), found[0]
-    for found in _DIRTY.finditer(rest):
-        if found[1] not in named:
-            yield MovedSubmodule(found[1], None, None, is_dirty=True), found[0]
+            yield _pointer(path, old, new), match[0]
+    for match in _DIRTY.finditer(rest):
+        if match[1] not in named:
+            yield MovedSubmodule(match[1], None, None, is_dirty=True), match[0]
 
 
 def _pointer(
@@ -172,12 +172,12 @@ def _file_of(entry: TreeEntry | None) -> TreeEntry | None:
 
 
 def _must_be(tree: Tree, objects: Objects, entry: TreeEntry) -> None:
-    at, data = tree.read(entry.path), objects.read_blob(entry.oid)
-    if at == File(entry.mode, data):
+    file, data = tree.read(entry.path), objects.read_blob(entry.oid)
+    if file == File(entry.mode, data):
         return
     pointer = parse_pointer(data) if len(data) < POINTER_BYTES else None
     # a checkout has the object of LFS where the commit has the pointer to it
-    if at and pointer and hashlib.sha256(at.data).hexdigest() == pointer.oid:
+    if file and pointer and hashlib.sha256(file.data).hexdigest() == pointer.oid:
         return
     raise PatchConflictError(
         f"cannot apply the patch: {shown_path(entry.path)} is not that of the commit from which the"

@@ -78,8 +78,8 @@ def _may_match(size: int, sizes: list[int]) -> bool:
     """Return whether one of the sorted sizes is near enough for similarity 50 %
     (estimate_similarity).
     """
-    at = bisect_left(sizes, max(1, (size + 1) // 2))
-    return size > 0 and at < len(sizes) and sizes[at] <= 2 * size
+    index = bisect_left(sizes, max(1, (size + 1) // 2))
+    return size > 0 and index < len(sizes) and sizes[index] <= 2 * size
 
 
 @dataclass(eq=False, repr=False)
@@ -95,13 +95,13 @@ class Renderer:
     ) -> Iterator[bytes]:
         """Yield the patch entry by entry; `by_git` prints those that only git can, all at once."""
         theirs: Iterator[bytes] | None = None
-        for at, change in enumerate(changes):
+        for number, change in enumerate(changes):
             try:
                 yield self._printed(change)
             except NeedsGitError as error:
                 if theirs is None:
                     self.reason = error.reason
-                    theirs = self._by_git(changes[at:], by_git)
+                    theirs = self._by_git(changes[number:], by_git)
                 yield next(theirs)
 
     def _by_git(
@@ -213,8 +213,8 @@ def _literal(data: bytes) -> bytes:
     """Return data deflated at git's level 1 in base 85; the letter of a line gives its length."""
     deflated = zlib.compress(data, 1)
     lines = [b"literal %d\n" % len(data)]
-    for at in range(0, len(deflated), _LINE_BYTES):
-        piece = deflated[at : at + _LINE_BYTES]
+    for start in range(0, len(deflated), _LINE_BYTES):
+        piece = deflated[start : start + _LINE_BYTES]
         # A to Z for 1 to 26 bytes, a to z for 27 to 52
         letter = len(piece) + (ord("A") - 1 if len(piece) <= 26 else ord("a") - 27)
         lines.append(b"%c%s\n" % (letter, base64.b85encode(piece, pad=True)))

@@ -58,38 +58,39 @@ def squeeze_blanks(line: bytes) -> bytes:
 def _rewritten(patch: bytes, *, trusts_counts: bool, keeps_prose: bool) -> bytes:
     lines = patch.removesuffix(b"\n").split(b"\n")
     done: list[bytes] = []
-    at = 0
-    while at < len(lines):
-        line = lines[at]
+    number = 0
+    while number < len(lines):
+        line = lines[number]
         if header := HUNK.match(line):
-            body = _body(lines, at + 1)
+            body = _body(lines, number + 1)
             counted = _counted(body, header) if trusts_counts else None
             done += _hunk_lines(header, counted or _trimmed(body))
-            at += 1 + len(counted or body)
+            number += 1 + len(counted or body)
         elif line.startswith(b"diff --git "):
-            end = at + 1
+            end = number + 1
             while end < len(lines) and _EXTENDED.match(lines[end]):
                 end += 1
-            done += lines[at:end] if keeps_prose else _needed(lines[at:end])
-            at = end
+            done += lines[number:end] if keeps_prose else _needed(lines[number:end])
+            number = end
         elif line == _BINARY:
-            end = at
+            end = number
             while end < len(lines) and not lines[end].startswith(b"diff --git "):
                 end += 1
-            done += lines[at:end]
-            at = end
+            done += lines[number:end]
+            number = end
         else:
-            if keeps_prose or _is_file(lines, at) or (at and _is_file(lines, at - 1)):
+            if keeps_prose or _is_file(lines, number) or (number and _is_file(lines, number - 1)):
                 done.append(line)
-            at += 1
+            number += 1
     return b"\n".join([*done, b""])
 
 
-def _is_file(lines: list[bytes], at: int) -> bool:
+def _is_file(lines: list[bytes], number: int) -> bool:
     """Return whether a traditional header begins at a line."""
     starts = (b"--- ", b"+++ ", b"@@ -")
     return all(
-        line.startswith(start) for line, start in zip(lines[at : at + 3], starts, strict=False)
+        line.startswith(start)
+        for line, start in zip(lines[number : number + 3], starts, strict=False)
     )
 
 
@@ -99,23 +100,23 @@ def _needed(header: list[bytes]) -> list[bytes]:
     return [b"", *names] if names and not any(map(_NEEDS_GIT.match, header)) else header
 
 
-def _body(lines: list[bytes], at: int) -> list[bytes]:
-    """Return the lines from `at` on that may belong to a hunk."""
-    end = at
+def _body(lines: list[bytes], begin: int) -> list[bytes]:
+    """Return the lines from `begin` on that may belong to a hunk."""
+    end = begin
     while end < len(lines) and lines[end][:1] in (b" ", b"+", b"-", b"\\", b"", b"\r"):
         is_signature = lines[end] == b"-- " and _SIGNATURE.match(b"".join(lines[end + 1 : end + 2]))
         if is_signature or (lines[end].startswith(b"--- ") and _is_file(lines, end)):
             break
         end += 1
-    return lines[at:end]
+    return lines[begin:end]
 
 
 def _counted(body: list[bytes], header: re.Match[bytes]) -> list[bytes] | None:
     """Return as many lines as the header says; None where its counts are wrong."""
-    old, new = (int(header[at]) if header[at] else 1 for at in (2, 4))
-    for at, line in enumerate(body):
+    old, new = (int(header[number]) if header[number] else 1 for number in (2, 4))
+    for number, line in enumerate(body):
         if old <= 0 and new <= 0 and not line.startswith(b"\\"):
-            return body[:at] if old == new == 0 else None
+            return body[:number] if old == new == 0 else None
         old -= not line.startswith((b"+", b"\\"))
         new -= not line.startswith((b"-", b"\\"))
     return body if old == new == 0 else None

@@ -110,15 +110,15 @@ def apply_patch(
     attempt = _Application(after, reverse, scratch, base)
     is_tolerant = strategy is ApplyStrategy.TOLERANT
     try:
-        found, results = FoundStrategy.EXACT, attempt.exactly(patch)
+        fitted, results = FoundStrategy.EXACT, attempt.exactly(patch)
     except _REFUSALS as error:
         applied = attempt.tolerantly(patch) if is_tolerant else None
         if applied is None:
             raise with_hunk(
                 error, after, patch, reverse=reverse, is_tolerant=is_tolerant
             ) from error
-        found, results = applied
-    return Applied(_changes(tree, moved.results | results), found, moved.notes)
+        fitted, results = applied
+    return Applied(_changes(tree, moved.results | results), fitted, moved.notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,8 +177,8 @@ class Problem(Answer):
     @classmethod
     def from_json(cls, value: Any) -> Self:
         if isinstance(value, dict):
-            facts = {name: fact for name, fact in value.items() if name not in cls._names}
-            value = {**value, "facts": facts}
+            others = {name: fact for name, fact in value.items() if name not in cls._names}
+            value = {**value, "facts": others}
         return super().from_json(value)
 
 
@@ -219,8 +219,8 @@ def canonical(value: Any) -> bytes:
 def _canonical(value: Any) -> str:
     if isinstance(value, dict):
         # the RFC sorts by UTF-16 units, which for ASCII is this order
-        members = sorted((name, each) for name, each in value.items() if each is not None)
-        return f"{{{','.join(f'{_canonical(name)}:{_canonical(each)}' for name, each in members)}}}"
+        members = sorted((name, item) for name, item in value.items() if item is not None)
+        return f"{{{','.join(f'{_canonical(name)}:{_canonical(item)}' for name, item in members)}}}"
     if isinstance(value, list):
         return f"[{','.join(map(_canonical, value))}]"
     if isinstance(value, float):
@@ -249,28 +249,29 @@ def _reader(kind: Any) -> _Reader:
         return lambda value: value
     if origin is Annotated:
         inner = _reader(arguments[0])
-        is_name = any(isinstance(each, NameBounds) for each in kind.__metadata__)
+        is_name = any(isinstance(bound, NameBounds) for bound in kind.__metadata__)
         return _name_reader(inner) if is_name else inner
     if origin is list:
         item = _reader(arguments[0])
         return lambda value: [
-            _read_at(index, item, each) for index, each in enumerate(_checked(list, value))
+            _read_at(index, item, element) for index, element in enumerate(_checked(list, value))
         ]
     if origin is dict:
         key, item = map(_reader, arguments)
         return lambda value: {
-            key(name): _read_at(name, item, each) for name, each in _checked(dict, value).items()
+            key(name): _read_at(name, item, member)
+            for name, member in _checked(dict, value).items()
         }
     if origin is Literal:
         return _choice_reader(arguments, str)
     if origin in (Union, UnionType):
-        inner = _reader(next(each for each in arguments if each is not NoneType))
+        inner = _reader(next(argument for argument in arguments if argument is not NoneType))
         return lambda value: None if value is None else inner(value)
     if issubclass(kind, Message):
         read: _Reader = kind.from_json
         return read
     if issubclass(kind, StrEnum):
-        return _choice_reader(tuple(each.value for each in kind), kind)
+        return _choice_reader(tuple(choice.value for choice in kind), kind)
     if kind is datetime:
         return _read_time
     return lambda value: _checked(kind, value)

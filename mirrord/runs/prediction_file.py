@@ -156,7 +156,7 @@ def _read_row(line: int, element: Element) -> Prediction | Fault:
 
 def _first(row: dict[str, Any], paths: Iterable[str]) -> Any:
     """Return the value of the first path whose column the row has, None if it has none."""
-    path = next((each for each in paths if each.partition(".")[0] in row), "")
+    path = next((candidate for candidate in paths if candidate.partition(".")[0] in row), "")
     return find_value(row, path)
 
 

@@ -155,7 +155,7 @@ class GradingReport(RunReport[GradedPrediction]):
 
     def totals(self) -> dict[str, Any]:
         """Return counts of predictions by state, strategy and rule."""
-        graded = [(each, each.grade) for each in self.rows if each.grade]
+        graded = [(row, row.grade) for row in self.rows if row.grade]
         rules = Counter(rule for _, grade in graded for rule in {s.rule for s in grade.steering})
         return {
             "predictions": self._source,
@@ -165,7 +165,7 @@ class GradingReport(RunReport[GradedPrediction]):
             "tests_strategies": dict(
                 Counter(grade.tests_strategy for _, grade in graded if grade.tests_strategy)
             ),
-            "touched_tests": sum(bool(each.touched_tests) for each, _ in graded),
+            "touched_tests": sum(bool(row.touched_tests) for row, _ in graded),
             "steering": dict(rules.most_common()),
             "dropped": sum(bool(grade.dropped) for _, grade in graded),
         }

@@ -64,9 +64,13 @@ class Results(RunReport[protocol.Rehearsed]):
         self.total = len(candidates)
         chosen = []
         for candidate in candidates:
-            known = self._earlier.get((candidate.dataset, candidate.instance))
-            if known and known.state == candidate.state and known.status is not Readiness.UNTRIED:
-                self.rows.append(known)
+            earlier = self._earlier.get((candidate.dataset, candidate.instance))
+            if (
+                earlier
+                and earlier.state == candidate.state
+                and earlier.status is not Readiness.UNTRIED
+            ):
+                self.rows.append(earlier)
             else:
                 chosen.append(candidate)
         self.kept_count = len(self.rows)

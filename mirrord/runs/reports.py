@@ -164,8 +164,8 @@ async def run_all(
     """Await the rows that `begin` returns, `jobs` at a time. An error of one ends the run."""
 
     async def work(pending: Iterator[Awaitable[R]]) -> None:
-        for each in pending:  # shared by all tasks
-            note(await each)
+        for coming in pending:  # shared by all tasks
+            note(await coming)
 
     pending = await begin(client)
     try:

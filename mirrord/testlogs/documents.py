@@ -43,10 +43,12 @@ def _doctest(log: str) -> Outcomes:
         for case in document.iter("TestCase"):
             parts = [(case.get("name", ""), case)]
             parts += [
-                (f"{case.get('name')} > {each.get('name')}", each) for each in case.iter("SubCase")
+                (f"{case.get('name')} > {sub.get('name')}", sub) for sub in case.iter("SubCase")
             ]
             for name, part in parts:
-                passed = all(each.get("success") == "true" for each in part.iter("Expression"))
+                passed = all(
+                    checked.get("success") == "true" for checked in part.iter("Expression")
+                )
                 outcomes[name] = Outcome.PASSED if passed else Outcome.FAILED
     return outcomes
 

@@ -94,10 +94,12 @@ def lines_about(log: str, test: str) -> list[str]:
     """Return the last lines about a failed test, or of the log if it does not mention the test."""
     name = test.rpartition("::")[2].partition(" ")[0]
     lines = [line.rstrip() for line in log.splitlines()]
-    heads = [at for at, line in enumerate(lines) if _RULE.match(line) and name in line]
+    heads = [number for number, line in enumerate(lines) if _RULE.match(line) and name in line]
     if heads:
         lines = lines[heads[-1] + 1 :]
-        ends = (at for at, line in enumerate(lines) if _RULE.match(line) or _END.match(line))
+        ends = (
+            number for number, line in enumerate(lines) if _RULE.match(line) or _END.match(line)
+        )
         lines = lines[: next(ends, None)]
     elif summary := [line for line in lines if name in line and line.startswith(_STATUSES)]:
         lines = summary

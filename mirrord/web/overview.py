@@ -28,7 +28,7 @@ async def show_overview(engine: Engine, values: Values) -> Facts:
         "problems": [line for line in lines if line.rank < 3][:5],
         "oldest_sync": min(synced, default=None),
         "datasets": readiness(await engine.catalog.count_servable(unservable)),
-        "environments": Counter(each.state for each in engine.environments.list()),
+        "environments": Counter(environment.state for environment in engine.environments.list()),
         "audit": newest[0] if newest else None,
         "audited": len(newest[0].mirrors) if newest else 0,
         "charts": _charts(activity),
@@ -40,9 +40,9 @@ def _charts(activity: Activity) -> list[Chart]:
     now, past = utc_now(), activity.history
 
     def points(name: str) -> list[Point]:
-        return [Point(each.at, getattr(each, name)) for each in past]
+        return [Point(point.at, getattr(point, name)) for point in past]
 
-    used = [Point(each.at, activity.disk_bytes - each.disk_free_bytes) for each in past]
+    used = [Point(point.at, activity.disk_bytes - point.disk_free_bytes) for point in past]
     return [
         chart(
             "Response time",
@@ -60,8 +60,10 @@ def _plain(value: float) -> str:
 
 async def _work(engine: Engine, operations: Sequence[Operation]) -> list[tuple[Operation, str]]:
     """Return running work with its subject; that is empty unless it is a mirror or a dataset."""
-    datasets = {each.name for each in await engine.catalog.summarise_datasets()}
-    return [(each, public_subject(engine, each.subject, datasets)) for each in operations]
+    datasets = {dataset.name for dataset in await engine.catalog.summarise_datasets()}
+    return [
+        (operation, public_subject(engine, operation.subject, datasets)) for operation in operations
+    ]
 
 
 async def show_activity(engine: Engine, values: Values) -> Facts:

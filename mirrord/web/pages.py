@@ -98,13 +98,15 @@ class Pages:
         else:
             return 404, await self._render("problem.html", path, values, {"what": "page"})
         try:
-            facts = await route.gather(self._engine, values, **match.groupdict())
+            context = await route.gather(self._engine, values, **match.groupdict())
         except (NotFoundError, UsageError):  # nothing has a name that is not allowed
             kind = path.split("/")[1].removesuffix("s")
             return 404, await self._render("problem.html", path, values, {"what": kind})
-        return 200, await self._render(route.template, path, values, facts)
+        return 200, await self._render(route.template, path, values, context)
 
-    async def _render(self, template: str, path: str, values: dict[str, str], facts: Facts) -> str:
+    async def _render(
+        self, template: str, path: str, values: dict[str, str], context: Facts
+    ) -> str:
         renew = values.get("renew", "")
         given = defaultdict(str, values)
 
@@ -113,21 +115,21 @@ class Pages:
             query = {**values, **more}
             return f"{path}?{urlencode({k: v for k, v in query.items() if v not in (None, '')})}"
 
-        def age(at: datetime | None) -> str:
-            return duration((facts["now"] - at).total_seconds()) if at else "never"
+        def age(then: datetime | None) -> str:
+            return duration((context["now"] - then).total_seconds()) if then else "never"
 
-        facts = {
+        context = {
             "now": utc_now(), "version": __version__, "path": path, "link": link, "age": age,
             "given": given, "renew": renew if renew in _RENEWALS_S else "",
             "navigation": [
-                (each.pattern.pattern, each.title)
-                for each in ROUTES
-                if each.title and (self._engine.fleet or each.gather is not views.show_fleet)
+                (route.pattern.pattern, route.title)
+                for route in ROUTES
+                if route.title and (self._engine.fleet or route.gather is not views.show_fleet)
             ],
-            **facts,
+            **context,
         }  # fmt: skip
         source = self._environment.get_template(template)
-        return await anyio.to_thread.run_sync(lambda: source.render(facts))
+        return await anyio.to_thread.run_sync(lambda: source.render(context))
 
 
 def _finalize(value: Any) -> Any:

@@ -40,8 +40,8 @@ async def show_audit(engine: Engine, values: Values, identity: str) -> Facts:
 
 async def show_reports(engine: Engine, values: Values) -> Facts:
     reports = await engine.catalog.list_reports()
-    names = {each.name for each in await engine.catalog.summarise_datasets()}
-    rows = [(each, each.dataset if each.dataset in names else "") for each in reports]
+    names = {dataset.name for dataset in await engine.catalog.summarise_datasets()}
+    rows = [(report, report.dataset if report.dataset in names else "") for report in reports]
     return {"slice": Slice.of(rows, values), "tones": TONES}
 
 
@@ -52,18 +52,18 @@ async def show_report(engine: Engine, values: Values, identity: str) -> Facts:
     # an agent must not learn the result of its prediction
     faults = report.faults if report.kind is ReportKind.REHEARSAL else {}
     ids = await engine.catalog.list_public_ids(faults)
-    known = (
+    named = (
         (public_subject(engine, name, set()), counts) for name, counts in report.mirrors.items()
     )
-    names = {each.name for each in await engine.catalog.summarise_datasets()}
+    names = {dataset.name for dataset in await engine.catalog.summarise_datasets()}
     return {
         "report": report,
         "dataset": report.dataset if report.dataset in names else "",
-        "mirrors": sorted((name, counts) for name, counts in known if name),
+        "mirrors": sorted((name, counts) for name, counts in named if name),
         "steps": Counter(faults.values()).most_common(),
         # an id that no dataset has any more could reveal a commit
         "faults": Slice.of(
-            sorted((ids[each], step) for each, step in faults.items() if each in ids), values
+            sorted((ids[fault], step) for fault, step in faults.items() if fault in ids), values
         ),
         "tones": TONES,
     }

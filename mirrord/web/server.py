@@ -133,7 +133,7 @@ class Visitors:
     def add(self, connection: HttpConnection) -> None:
         """Count a connection, closing an idle one if necessary. Raises TooManyConnectionsError."""
         if len(self._connections) >= MAX_CONNECTIONS:
-            idle = next((each for each in self._connections if each.is_idle), None)
+            idle = next((visitor for visitor in self._connections if visitor.is_idle), None)
             if idle is None:
                 if count := self._refusals.count("web"):
                     log.warning("visitor.refused", count=count, connections=len(self._connections))

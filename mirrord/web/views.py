@@ -145,9 +145,9 @@ async def show_mirror(engine: Engine, values: Values, name: str) -> Facts:
     return {
         "line": line,
         "upstream": public_upstream(row.url),
-        "datasets": readiness(each for each in counts if each[1].lower() == row.name.key),
+        "datasets": readiness(group for group in counts if group[1].lower() == row.name.key),
         "findings_": group_findings(line.audit.findings) if line.audit else [],
-        "checkouts": sum(each.mirror.key == row.name.key for each in engine.checkouts.leases),
+        "checkouts": sum(lease.mirror.key == row.name.key for lease in engine.checkouts.leases),
     }
 
 
@@ -175,10 +175,11 @@ def readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[DatasetR
 
 async def show_datasets(engine: Engine, values: Values) -> Facts:
     unservable = unservable_commits(await newest_audits(engine.audits))
-    ready = {each.name: each for each in readiness(await engine.catalog.count_servable(unservable))}
+    counts = await engine.catalog.count_servable(unservable)
+    ready = {dataset.name: dataset for dataset in readiness(counts)}
     rows = [
-        (each, ready.get(each.name, DatasetReadiness(each.name, Counter())))
-        for each in await engine.catalog.summarise_datasets()
+        (dataset, ready.get(dataset.name, DatasetReadiness(dataset.name, Counter())))
+        for dataset in await engine.catalog.summarise_datasets()
     ]
     return {"slice": Slice.of(rows, values), "why": _WHY}
 
@@ -188,8 +189,8 @@ async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
         parse_dataset_name(name),
         unservable_commits(await newest_audits(engine.audits)),
     )
-    known = {each.name: each for each in await engine.catalog.summarise_datasets()}
-    if dataset not in known:
+    datasets = {row.name: row for row in await engine.catalog.summarise_datasets()}
+    if dataset not in datasets:
         raise NotFoundError(f"cannot show dataset {dataset}: no dataset has that name")
     counts = await engine.catalog.count_servable(unservable, dataset)
     ready = next(iter(readiness(counts)), DatasetReadiness(dataset, Counter()))
@@ -204,13 +205,13 @@ async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
     if number > 1:
         _, rows = await find(offset=(number - 1) * PAGE_ROWS)
     reasons = sorted(
-        (each for each in counts if each[2] is not Servable.READY),
-        key=lambda each: (each[2] is Servable.PARTLY, -each[3]),
+        (group for group in counts if group[2] is not Servable.READY),
+        key=lambda group: (group[2] is Servable.PARTLY, -group[3]),
     )
     return {
-        "dataset": known[dataset], "ready": ready, "reasons": reasons, "why": _WHY,
+        "dataset": datasets[dataset], "ready": ready, "reasons": reasons, "why": _WHY,
         "slice": Slice(rows, number, last, count), "states": list(Servable),
-        "mirrors": sorted({each[1] for each in counts}), "tones": TONES,
+        "mirrors": sorted({group[1] for group in counts}), "tones": TONES,
     }  # fmt: skip
 
 
@@ -231,10 +232,10 @@ async def show_checkouts(engine: Engine, values: Values) -> Facts:
 
 async def show_environments(engine: Engine, values: Values) -> Facts:
     environments = engine.environments.list()
-    environments.sort(key=lambda each: (each.state == "ready", each.key))
-    rows = [(public_environment(each.name), each) for each in environments]
-    states = Counter(each.state for each in environments)
-    total = sum(each.size_bytes - each.shared_bytes for each in environments)
+    environments.sort(key=lambda environment: (environment.state == "ready", environment.key))
+    rows = [(public_environment(environment.name), environment) for environment in environments]
+    states = Counter(environment.state for environment in environments)
+    total = sum(environment.size_bytes - environment.shared_bytes for environment in environments)
     return {"slice": Slice.of(rows, values), "states": states, "bytes": total, "tones": TONES}
 
 
@@ -260,10 +261,10 @@ class FindingGroup(NamedTuple):
 
 def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
     groups: dict[tuple[str, str, bool], list[Finding]] = {}
-    for each in findings:
-        groups.setdefault((each.mirror, str(each.kind), each.accepted), []).append(each)
+    for finding in findings:
+        groups.setdefault((finding.mirror, str(finding.kind), finding.accepted), []).append(finding)
     return [
-        FindingGroup(*key, len(some), len({one for each in some for one in each.instances}))
+        FindingGroup(*key, len(some), len({one for finding in some for one in finding.instances}))
         for key, some in sorted(groups.items(), key=lambda item: (item[0][2], item[0]))
     ]
 

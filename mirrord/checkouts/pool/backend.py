@@ -264,7 +264,7 @@ class PoolBackend:
         layer = layer_path(self.state_dir, lease.base.layer) if lease.base.layer else None
         saved = lease.base.saved.layers if lease.base.saved else ()
         # bottom first: each is written over those before it
-        below = tuple(layer_path(self.state_dir, each) for each in reversed(saved))
+        below = tuple(layer_path(self.state_dir, identity) for identity in reversed(saved))
         mirror = self.mirrors_path(lease.mirror)
         trash = new_trash(lease.directories.public.parent)
         wanted, borrows, owner = lease.template, lease.borrows, lease.owner

@@ -84,7 +84,7 @@ class Spares:
 
         The caller removes what it leaves of the directories.
         """
-        spare = next((each for each in self._spares if each.fits(lease)), None)
+        spare = next((spare for spare in self._spares if spare.fits(lease)), None)
         if spare is None or spare.task is None:
             return None
         self._spares.remove(spare)
@@ -100,7 +100,7 @@ class Spares:
     def drop(self, idle: timedelta) -> None:
         """Remove the spares that nobody took for `idle`."""
         before = time.monotonic() - idle.total_seconds()
-        for spare in [each for each in self._spares if each.since <= before]:
+        for spare in [spare for spare in self._spares if spare.since <= before]:
             self._discard(spare)
 
     async def close(self) -> None:

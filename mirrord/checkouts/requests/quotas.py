@@ -88,21 +88,21 @@ class Quotas:
         paths = self._paths_by_user()
         if not paths and not self.used:
             return
-        found = await self.workers.run(
-            weigh, {str(user): [each for _, each in things] for user, things in paths.items()},
+        weighed = await self.workers.run(
+            weigh, {str(user): [owned for _, owned in things] for user, things in paths.items()},
             _WEIGHING_TIME.total_seconds(), timeout=_WEIGHING_TIMEOUT,
         )  # fmt: skip
         before, self.used = self.used, {}
         weight_of: dict[CheckoutId, Weight] = {}
         for user, things in paths.items():
-            weights = found[str(user)]
+            weights = weighed[str(user)]
             weight_of |= {
                 lease: weight
                 for (lease, _), weight in zip(things, weights.each, strict=True)
                 if lease
             }
             # a walk that ran out of time must not let a user fall below the bound
-            is_whole = all(each.is_whole for each in weights.each)
+            is_whole = all(weight.is_whole for weight in weights.each)
             earlier = 0 if is_whole else before.get(user, 0)
             self.used[user] = max(weights.total_bytes, earlier)
         self._note_large(weight_of)
@@ -110,8 +110,8 @@ class Quotas:
         limit = self.settings().access.bytes_per_user
         for name, users in ("exceeded", over - self._over), ("recovered", self._over - over):
             for user in sorted(users):
-                facts = {"owner_uid": user, "used_bytes": self.used.get(user, 0)}
-                self.events.publish(f"quota.{name}", **facts, limit_bytes=limit)
+                fields = {"owner_uid": user, "used_bytes": self.used.get(user, 0)}
+                self.events.publish(f"quota.{name}", **fields, limit_bytes=limit)
         self._over = over
 
     def _note_large(self, weights: dict[CheckoutId, Weight]) -> None:

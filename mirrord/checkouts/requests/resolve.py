@@ -110,8 +110,8 @@ class Resolver:
         else:
             row = await self.datasets.find_instance(request.instance, request.dataset)
             if row is not None:
-                found = await self._resolve_base(row)
-                return found.of_instance(row)
+                resolved = await self._resolve_base(row)
+                return resolved.of_instance(row)
             name, _, commitish = request.instance.partition("@")
             commitish = unquote_name(commitish)  # as `mirrord ref` prints it
             if request.dataset or not commitish:
@@ -142,32 +142,33 @@ class Resolver:
         ) from cause
 
     async def choose_history(
-        self, found: ResolvedRequest, view: View, asked: History | None, default: History
+        self, resolved: ResolvedRequest, view: View, asked: History | None, default: History
     ) -> History:
         """Return how much of the past to show: `asked`, or `default` within the dataset's limit.
 
         Raises AccessError if an agent asks for more than the limit, and CommitUnservableError where
         there is no past to show.
         """
-        if found.lacks_past:
+        named = resolved.base.instance or resolved.base.commit
+        if resolved.lacks_past:
             if asked is not None and asked is not History.SQUASHED:
                 raise errors.CommitUnservableError(
-                    f"cannot show {found.base.instance or found.base.commit} with history {asked}:"
+                    f"cannot show {named} with history {asked}:"
                     " upstream is shallow, and lacks the parents of this commit",
                     hint="ask for squashed; or run `git fetch --unshallow` upstream and sync the"
                     " mirror",
-                    commit=found.base.commit,
+                    commit=resolved.base.commit,
                 )
             return History.SQUASHED
         limit = None
         if view is View.AGENT:
-            limit = await self.datasets.find_history_limit(found.mirror, found.base.commit)
+            limit = await self.datasets.find_history_limit(resolved.mirror, resolved.base.commit)
         if limit is None or (asked or default).is_within(limit):
             return asked or default
         if asked is None:
             return limit
         raise errors.AccessError(
-            f"cannot show an agent {found.base.instance or found.base.commit} with history {asked}:"
+            f"cannot show an agent {named} with history {asked}:"
             f" its dataset allows {limit}, because the past of this commit reveals the answer",
             hint=f"ask for {limit}, or leave the history out; the grader view has no limit",
         )
@@ -197,21 +198,21 @@ class Resolver:
             return await self._resolve_name(lease.mirror, request.commit, naming)
         if request.instance is None:
             base = Base(commit=lease.base.commit, tree=lease.base.tree)
-            found = ResolvedRequest(lease.mirror, base)
+            resolved = ResolvedRequest(lease.mirror, base)
             if lease.base.instance:
                 row = await self.datasets.find_instance(lease.base.instance, lease.base.dataset)
                 if row is not None:
-                    found = found.of_instance(row)
-            return found
+                    resolved = resolved.of_instance(row)
+            return resolved
         start = StartCheckout(instance=request.instance, dataset=request.dataset)
-        found = await self.resolve_start(start, naming)
-        if found.mirror.key != lease.mirror.key:
+        resolved = await self.resolve_start(start, naming)
+        if resolved.mirror.key != lease.mirror.key:
             raise errors.InvalidRequestError(
-                f"cannot reset to {shown(request.instance)}: it belongs to {found.mirror},"
+                f"cannot reset to {shown(request.instance)}: it belongs to {resolved.mirror},"
                 f" the checkout to {lease.mirror}",
                 hint="release this checkout and ask for another",
             )
-        return found
+        return resolved
 
     async def _resolve_name(
         self, name: MirrorName, commitish: str, naming: Naming
@@ -233,34 +234,34 @@ class Resolver:
             )
         if (name.key, digits) in self._public:  # what was public once stays public
             return await self._resolve_commit(name, digits)
-        found = await self.mirrors.resolve_public(name, commitish)
-        self._public[name.key, found.commit] = None
-        return self._cache(name, found)
+        resolved = await self.mirrors.resolve_public(name, commitish)
+        self._public[name.key, resolved.commit] = None
+        return self._cache(name, resolved)
 
     async def _resolve_commit(self, name: MirrorName, commitish: str) -> ResolvedRequest:
         # the keys are whole ids, so a branch, which moves, is looked up each time
-        known = self._trees.get((name.key, commitish))
-        if known is not None:
-            tree, lacks_past = known
+        cached = self._trees.get((name.key, commitish))
+        if cached is not None:
+            tree, lacks_past = cached
             return ResolvedRequest(name, Base(commit=CommitId(commitish), tree=tree), lacks_past)
         return self._cache(name, await self.mirrors.resolve(name, commitish))
 
-    def _cache(self, name: MirrorName, found: Resolved) -> ResolvedRequest:
+    def _cache(self, name: MirrorName, resolved: Resolved) -> ResolvedRequest:
         accept = self.mirrors.settings().audit.accept
-        for oid, reason in found.refused:
+        for oid, reason in resolved.refused:
             if not is_accepted(accept, FindingKind.REFUSED, name, oid):
                 raise errors.CommitUnservableError(
-                    f"cannot serve commit {found.commit}: git's fsck refuses object {oid} of its"
+                    f"cannot serve commit {resolved.commit}: git's fsck refuses object {oid} of its"
                     f" tree: {reason}",
                     hint=f'to serve it as it is, add "{FindingKind.REFUSED} {name.repo} {oid}" to'
                     " [audit] accept; docs/security-inside.md says what it could do",
-                    commit=found.commit,
+                    commit=resolved.commit,
                     objects=[oid],
                 )
-        self.learn(name, found)
-        lacks_past = found.replaces is not None
-        self._trees[name.key, found.commit] = found.tree, lacks_past
-        base = Base(commit=found.commit, tree=found.tree)
+        self.learn(name, resolved)
+        lacks_past = resolved.replaces is not None
+        self._trees[name.key, resolved.commit] = resolved.tree, lacks_past
+        base = Base(commit=resolved.commit, tree=resolved.tree)
         return ResolvedRequest(name, base, lacks_past)
 
     # -- prepared layers and environments ----------------------------------------------------------
@@ -269,7 +270,7 @@ class Resolver:
     async def completed(
         self,
         request: StartCheckout | ResetCheckout,
-        found: ResolvedRequest,
+        resolved: ResolvedRequest,
         history: History,
         peer: Peer,
         lease: Lease | None = None,
@@ -281,48 +282,54 @@ class Resolver:
         """
         environment, saved = (lease.base.environment, lease.base.saved) if lease else (None, None)
         if request.environment is not None:
-            environment = await self._find_environment(request.environment, found)
+            environment = await self._find_environment(request.environment, resolved)
         before = lease and (lease.base.commit, lease.base.environment)
-        is_same = before == (found.base.commit, environment)
+        is_same = before == (resolved.base.commit, environment)
         with ExitStack() as stack:
             if environment is not None:
                 self.environments.hold(environment.digest)
                 stack.callback(self.environments.drop, environment.digest)
             if request.layer or not is_same:
-                saved = await self._choose_layer(request.layer, found, history, peer, environment)
+                saved = await self._choose_layer(
+                    request.layer, resolved, history, peer, environment
+                )
             if saved is not None:
                 stack.enter_context(self.prepared.held(saved))
             whole = None
             if history is not History.LINKED:
-                composed = await self.datasets.find_composition(found.mirror, found.base.commit)
+                composed = await self.datasets.find_composition(
+                    resolved.mirror, resolved.base.commit
+                )
                 whole = composed.tree if composed else None
             image = cover = None
             if environment is not None:
                 image = self.environments.find_image(environment.digest)
-                cover = await self.cover_of(environment, found.mirror, found.base.commit)
+                cover = await self.cover_of(environment, resolved.mirror, resolved.base.commit)
             base = replace(
-                found.base, saved=saved, environment=environment, whole=whole, image=image,
+                resolved.base, saved=saved, environment=environment, whole=whole, image=image,
                 cover=cover,
             )  # fmt: skip
-            yield found._replace(base=base)
+            yield resolved._replace(base=base)
 
     async def _choose_layer(
-        self, name: str | None, found: ResolvedRequest, history: History, peer: Peer,
+        self, name: str | None, resolved: ResolvedRequest, history: History, peer: Peer,
         environment: EnvironmentName | None,
     ) -> SavedLayer | None:  # fmt: skip
         """Return the layer of a name, or else the environment's; an image's is made if need be."""
         if not (name or environment):
             return None
-        mirror, commit = found.mirror, found.base.commit
+        mirror, commit = resolved.mirror, resolved.base.commit
         if environment and not name and self.environments.find_image(environment.digest):
             await self.prepare_image(environment, mirror, commit, history)
         return self.prepared.choose(name, (mirror.key, commit, history), peer.uid, environment)
 
-    async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:
+    async def _find_environment(self, name: str, resolved: ResolvedRequest) -> EnvironmentName:
         if name == "auto":
             row = None
-            if found.base.instance is not None:
-                row = await self.datasets.find_instance(found.base.instance, found.base.dataset)
+            if resolved.base.instance is not None:
+                row = await self.datasets.find_instance(
+                    resolved.base.instance, resolved.base.dataset
+                )
             if (asked := self.environment_of(row) if row else None) is None:
                 fact = f"instance {row.public_id} has no recipe" if row else "it has no instance"
                 raise errors.NotFoundError(

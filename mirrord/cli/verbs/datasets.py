@@ -86,10 +86,12 @@ def add(
         for fault in compared.faults if compared else ():
             session.note(f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}")
         return
-    found = conclude(session, operation, no_wait, DatasetImported, partial(_import_lines, session))
-    for text in _warnings(found) if found else ():
+    imported = conclude(
+        session, operation, no_wait, DatasetImported, partial(_import_lines, session)
+    )
+    for text in _warnings(imported) if imported else ():
         session.note(text)
-    exit_as(found)
+    exit_as(imported)
 
 
 def _read_mapping(file: Path) -> str:
@@ -100,8 +102,8 @@ def _read_mapping(file: Path) -> str:
         raise UsageError(f"cannot read the mapping {file}: {fact}") from error
 
 
-def _import_lines(session: Session, found: DatasetImported) -> Iterator[str]:
-    dataset, change = found.dataset, found.change
+def _import_lines(session: Session, imported: DatasetImported) -> Iterator[str]:
+    dataset, change = imported.dataset, imported.change
     instances = f"{count(dataset.instance_count, 'instance')} of format {dataset.format}"
     commits, mirrors = count(dataset.commit_count, "commit"), len(dataset.mirrors)
     yield f"{dataset.name}: {instances}, {commits} in {count(mirrors, 'mirror')}"
@@ -123,26 +125,26 @@ def readiness_of(dataset: DatasetSummary) -> str | None:
     return f"{dataset.ready_count:,} of {dataset.instance_count:,}"
 
 
-def _warnings(found: DatasetImported) -> Iterator[str]:
-    dataset = found.dataset
-    yield from lacking_lines(found.needs)
+def _warnings(imported: DatasetImported) -> Iterator[str]:
+    dataset = imported.dataset
+    yield from lacking_lines(imported.needs)
     for rule, times in dataset.rules.items():
         if rule.endswith(UNREAD_LIST):
             yield f"{count(times, 'row')}: {rule}; `mirrord rehearse --run` fails for them"
     for fault in dataset.faults:
         yield f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}"
-    for instance in found.ambiguous:
+    for instance in imported.ambiguous:
         others = ", ".join(name for name in instance.datasets if name != dataset.name)
         fact = f"{others} records another repository or base commit"
         yield f"{instance.id}: {fact}; check it out with --dataset"
-    if more := found.ambiguous_count - len(found.ambiguous):
+    if more := imported.ambiguous_count - len(imported.ambiguous):
         yield f"{more} more instances are recorded differently by other datasets"
     by_reason: dict[tuple[str, str], list[UnpinnedCommit]] = {}
     for commit in dataset.unpinned:
         by_reason.setdefault((commit.mirror, commit.reason), []).append(commit)
     for (mirror, reason), commits in by_reason.items():
         commits_text = commits[0].commit if len(commits) == 1 else f"{len(commits)} commits"
-        instances = _ids(sorted({each for commit in commits for each in commit.instances}))
+        instances = _ids(sorted({identity for commit in commits for identity in commit.instances}))
         roles = {role for commit in commits for role in commit.roles}
         only = "" if "base" in roles else f" ({', '.join(sorted(roles))}; checkouts do not need it)"
         yield f"{mirror}: cannot pin {commits_text} of {instances}{only}: {reason}"
@@ -164,16 +166,17 @@ def prepare(
     exit_as(conclude(session, operation, no_wait, Prewarmed, _prepare_lines))
 
 
-def _prepare_lines(found: Prewarmed) -> Iterator[str]:
-    yield f"{count(found.prepared, 'commit')} prepared, {found.failed} failed, {found.left} left"
+def _prepare_lines(prewarmed: Prewarmed) -> Iterator[str]:
+    prepared = count(prewarmed.prepared, "commit")
+    yield f"{prepared} prepared, {prewarmed.failed} failed, {prewarmed.left} left"
 
 
 def list_all(session: Session) -> None:
-    found = session.client.list_datasets()
+    datasets = session.client.list_datasets()
     counts = "READY COMMITS=commit_count MIRRORS=mirrors:count"
     counts += " BAD_ROWS=fault_count UNPINNED=unpinned_count"
     columns = f"DATASET=name FORMAT {counts} IMPORTED=imported_at"
-    session.answer(found, listing(found, columns, READY=readiness_of))
+    session.answer(datasets, listing(datasets, columns, READY=readiness_of))
 
 
 def show(
@@ -184,7 +187,9 @@ def show(
     """Datasets with the same rows have the same digest, from whatever files."""
     dataset = session.client.get_dataset(name)
     ids = session.client.list_instances(name) if instances else []
-    answer = dataset.to_json() | ({"instances": [each.id for each in ids]} if instances else {})
+    answer = dataset.to_json() | (
+        {"instances": [instance.id for instance in ids]} if instances else {}
+    )
     session.answer(answer, _dataset_lines(dataset, ids))
 
 
@@ -208,7 +213,7 @@ def _dataset_lines(dataset: Dataset, instances: list[InstanceName]) -> Iterator[
         yield from listing(dataset.not_ready, "MIRROR NOT_READY=count REASON")
     if instances:
         yield ""
-        yield from (each.id for each in instances)
+        yield from (instance.id for instance in instances)
     else:
         yield from ("", "mirrors", *(f"  {name}" for name in dataset.mirrors[:_SHOWN_MIRRORS]))
         if more := len(dataset.mirrors) - _SHOWN_MIRRORS:
@@ -220,7 +225,9 @@ def _dataset_lines(dataset: Dataset, instances: list[InstanceName]) -> Iterator[
     if dataset.unpinned:
         yield ""
         columns = "MIRROR UNPINNED=commit:short ROLES INSTANCES REASON"
-        yield from listing(dataset.unpinned, columns, INSTANCES=lambda each: _ids(each.instances))
+        yield from listing(
+            dataset.unpinned, columns, INSTANCES=lambda commit: _ids(commit.instances)
+        )
 
 
 def _ids(instances: list[str]) -> str:
@@ -234,12 +241,12 @@ def diff(
     b: Annotated[str, Argument("Another dataset.", names="dataset")],
 ) -> None:
     """Rows of B that A lacks are added. `dataset import --dry-run` compares with a file."""
-    found = session.client.diff_datasets(a, b)
-    session.answer(found, _diff_lines(found))
+    compared = session.client.diff_datasets(a, b)
+    session.answer(compared, _diff_lines(compared))
 
 
-def _diff_lines(found: DatasetDiff) -> Iterator[str]:
-    change = found.change
+def _diff_lines(compared: DatasetDiff) -> Iterator[str]:
+    change = compared.change
     yield from (f"+ {identity}" for identity in change.added)
     yield from (f"- {identity}" for identity in change.removed)
     for row in change.changed:
@@ -254,8 +261,9 @@ def _diff_lines(found: DatasetDiff) -> Iterator[str]:
         f"{change.unchanged_count} unchanged",
     ]
     yield ", ".join(counts)
-    if found.new_mirrors:
-        yield f"would add {count(len(found.new_mirrors), 'mirror')}: {', '.join(found.new_mirrors)}"
+    if compared.new_mirrors:
+        mirrors = compared.new_mirrors
+        yield f"would add {count(len(mirrors), 'mirror')}: {', '.join(mirrors)}"
 
 
 def export(session: Session, name: Name) -> None:
@@ -274,8 +282,8 @@ def list_instances(
     ] = None,
 ) -> None:
     """For administrators: an id can give away the answer."""
-    found = session.client.list_instances(dataset)
-    session.answer(found, (each.id for each in found))
+    instances = session.client.list_instances(dataset)
+    session.answer(instances, (instance.id for instance in instances))
 
 
 def show_instance(
@@ -287,8 +295,8 @@ def show_instance(
     view: Annotated[View | None, Option(_SHOW_VIEW_HELP)] = None,
 ) -> None:
     """The grader view has commits, patches and tests; --json prints patches and lists of tests."""
-    found = _find_shown(session, instance, dataset, view)
-    session.answer(found, facts(_instance_facts(found)))
+    row = _find_shown(session, instance, dataset, view)
+    session.answer(row, facts(_instance_facts(row)))
 
 
 def _find_shown(
@@ -303,20 +311,20 @@ def _find_shown(
     return get(instance, view=view or View.AGENT, dataset=dataset)
 
 
-def _instance_facts(found: Instance) -> Iterator[tuple[str, object]]:
-    yield from (("instance", found.id), ("dataset", found.dataset), ("repository", found.repo))
-    for commit in found.commits or []:
-        is_written = commit.role is CommitRole.BASE and found.revision
-        written = f" ({found.revision})" if is_written else ""
+def _instance_facts(row: Instance) -> Iterator[tuple[str, object]]:
+    yield from (("instance", row.id), ("dataset", row.dataset), ("repository", row.repo))
+    for commit in row.commits or []:
+        is_written = commit.role is CommitRole.BASE and row.revision
+        written = f" ({row.revision})" if is_written else ""
         yield str(commit.role), f"{commit.commit}{written}"
     for name in ("direction", "environment", "python_version", "version", "created_at", "history"):
-        yield name.replace("_", " "), getattr(found, name, None)
+        yield name.replace("_", " "), getattr(row, name, None)
     for name in ("patch", "test_patch"):
-        if (text := getattr(found, name)) is not None:
+        if (text := getattr(row, name)) is not None:
             # chr(10), because an f-string takes no backslash before Python 3.12
             yield name.replace("_", " "), f"{text.count(chr(10)):,} lines"
     for name in ("fail_to_pass", "pass_to_pass"):
-        if (tests := getattr(found, name)) is not None:
+        if (tests := getattr(row, name)) is not None:
             yield name.replace("_", " "), count(len(tests), "test")
 
 
@@ -338,7 +346,7 @@ def lacking_lines(needs: DatasetNeeds) -> Iterator[str]:
     for lacking in needs.missing:
         of = count(lacking.commits, "base commit")
         yield f"submodule {lacking.path} of {of} stays empty: {lacking.reason}"
-    if more := needs.missing_count - sum(each.commits for each in needs.missing):
+    if more := needs.missing_count - sum(lacking.commits for lacking in needs.missing):
         yield f"{count(more, 'submodule')} more stay empty"
     if needs.lfs_missing:
         of = count(needs.lfs_commits, "base commit")

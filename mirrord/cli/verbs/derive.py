@@ -90,7 +90,7 @@ def _find_versions(session: Session, rows: Iterator[Row]) -> dict[tuple[str, str
     client = session.client
     mirrors = {mirror.name.lower() for mirror in client.list_mirrors()}
     listed = ((str(row.get("repo") or ""), str(row.get("base_commit") or "")) for row in rows)
-    wanted = list(dict.fromkeys(each for each in listed if all(each)))
+    wanted = list(dict.fromkeys(key for key in listed if all(key)))
 
     def find(key: tuple[str, str]) -> Version | str:
         repo, commit = key

@@ -98,42 +98,52 @@ def add(
 
 
 def list_all(session: Session) -> None:
-    found = session.client.list_environments()
+    environments = session.client.list_environments()
     columns = "ENVIRONMENT=name STATE PYTHON FILES SIZE=size_bytes HELD=holders BUILT=built_at"
-    session.answer(found, listing(found, columns))
+    session.answer(environments, listing(environments, columns))
 
 
 def show(session: Session, key: Name) -> None:
     """With --json, the recipe is included."""
-    found = session.client.get_environment(key)
-    session.answer(found, _environment_lines(found))
+    environment = session.client.get_environment(key)
+    session.answer(environment, _environment_lines(environment))
 
 
-def _environment_lines(found: Environment) -> Iterator[str]:
-    at = f"{found.mirror}@{short(found.commit)}" if found.mirror and found.commit else None
+def _environment_lines(environment: Environment) -> Iterator[str]:
+    built_from = (
+        f"{environment.mirror}@{short(environment.commit)}"
+        if environment.mirror and environment.commit
+        else None
+    )
     names = "environment=name state source python interpreter built_at built=built_at used=used_at"
     names += " held=holders files size manifest left_out findings error"
-    shared = f"{size(found.size_bytes)}, {size(found.shared_bytes)} of it shared"
-    left_out = ", ".join(f"{times} {reason}" for reason, times in found.dropped.items()) or None
-    counts = [len(each.findings) for each in found.prepared] + [each.count for each in found.scans]
-    leaks = len(found.findings) + sum(counts) or None
-    own: dict[str, object] = {"built_at": at, "left_out": left_out, "findings": leaks}
-    own |= {"size": shared} if found.state == "ready" else dict.fromkeys(("files", "size"))
-    yield from facts_of(found, names, **own)
-    if found.prepared:
+    shared = f"{size(environment.size_bytes)}, {size(environment.shared_bytes)} of it shared"
+    left_out = (
+        ", ".join(f"{times} {reason}" for reason, times in environment.dropped.items()) or None
+    )
+    counts = [len(layer.findings) for layer in environment.prepared] + [
+        scan.count for scan in environment.scans
+    ]
+    leaks = len(environment.findings) + sum(counts) or None
+    own: dict[str, object] = {"built_at": built_from, "left_out": left_out, "findings": leaks}
+    own |= {"size": shared} if environment.state == "ready" else dict.fromkeys(("files", "size"))
+    yield from facts_of(environment, names, **own)
+    if environment.prepared:
         yield ""
-        yield from listing(found.prepared, "MIRROR COMMIT=commit:short LAYER ERROR")
-    if found.scans:
+        yield from listing(environment.prepared, "MIRROR COMMIT=commit:short LAYER ERROR")
+    if environment.scans:
         yield ""
-        yield from listing(found.scans, "MIRROR COMMIT=commit:short FINDINGS=count SCANNED=at")
-        for each in found.scans:
+        yield from listing(
+            environment.scans, "MIRROR COMMIT=commit:short FINDINGS=count SCANNED=at"
+        )
+        for scan in environment.scans:
             yield from (
                 f"{leak['kind']} {shown(leak['path'], 200)}: {leak['detail']}"
-                for leak in each.findings[:_SHOWN]
+                for leak in scan.findings[:_SHOWN]
             )
-    if found.tail:
+    if environment.tail:
         yield ""
-        yield from found.tail
+        yield from environment.tail
 
 
 def log(

@@ -120,7 +120,8 @@ def _remarks(grade: Grade) -> list[str]:
     lines: list[str] = []
     if grade.steering:
         rows = [
-            (each.action, each.rule, quote_name(each.path), each.detail) for each in grade.steering
+            (steering.action, steering.rule, quote_name(steering.path), steering.detail)
+            for steering in grade.steering
         ]
         lines += table(("ACTION", "RULE", "PATH", "DETAIL"), rows, bold=False)
     if not grade.changed:

@@ -106,16 +106,16 @@ def config_show(session: Session) -> None:
     The output is TOML, with --json an object. Secrets in URLs are masked.
     """
     named = Path(session.config) if session.config else None
-    found, reason = None, "the daemon has another file"
+    running, reason = None, "the daemon has another file"
     try:
-        found = session.client.configuration()
+        running = session.client.configuration()
     except (errors.NoDaemonError, errors.InvalidConfigError):  # config.load reports an invalid file
         reason = "no daemon answers"
     except errors.AccessError:
         reason = "only administrators see the daemon's settings"
-    if found and (named is None or found.path == str(named.absolute())):
-        values = found.settings
-        source = f"in effect; read from {found.path or 'no file: the defaults'}"
+    if running and (named is None or running.path == str(named.absolute())):
+        values = running.settings
+        source = f"in effect; read from {running.path or 'no file: the defaults'}"
     else:
         path = find_config(session)
         values = _without_secrets(config.load(path))
@@ -164,20 +164,20 @@ def doctor(
     checks = examine(settings, path)
     results = [check._asdict() for check in checks]
     if session.json:
-        done = [each._asdict() for each in repaired]
+        done = [step._asdict() for step in repaired]
         session.print_json({"repairs": done, "checks": results} if fix else results)
     else:
         for line in (*_repair_lines(repaired), *_check_lines(checks)):
             print_line(line)
-    has_failed = any(each.state == "failed" for each in repaired)
+    has_failed = any(step.state == "failed" for step in repaired)
     if has_failed or any(check.verdict == "fail" for check in checks):
         raise SystemExit(errors.ResourceError.exit_status)
 
 
 def _repair_lines(repaired: list[Repaired]) -> Iterator[str]:
-    for each in repaired:
-        detail = f": {each.detail}" if each.detail else ""
-        yield f"{each.state.ljust(7)}  {legible(each.what)}{legible(detail)}"
+    for step in repaired:
+        detail = f": {step.detail}" if step.detail else ""
+        yield f"{step.state.ljust(7)}  {legible(step.what)}{legible(detail)}"
     if repaired:
         yield ""
 
@@ -256,7 +256,7 @@ def _mirror_of(path: Path) -> Path | None:
             continue
         owners, writable = {0, os.geteuid()}, stat.S_IWGRP | stat.S_IWOTH
         stats = [path.stat() for path in (layout.leases, layout.root)]
-        if any(each.st_uid not in owners or each.st_mode & writable for each in stats):
+        if any(st.st_uid not in owners or st.st_mode & writable for st in stats):
             continue
         with suppress(OSError, ValueError, KeyError, TypeError):
             lease = json.loads((layout.leases / directory.name / "lease.json").read_text())

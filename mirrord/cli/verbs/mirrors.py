@@ -185,8 +185,8 @@ def list_pins(
     session: Session,
     name: Annotated[str | None, Argument("Mirror; default: all.", "[NAME]", "mirror")] = None,
 ) -> None:
-    found = session.client.list_pins(name)
-    session.answer(found, listing(found, "MIRROR COMMIT OWNER SINCE=created_at REASON"))
+    pins = session.client.list_pins(name)
+    session.answer(pins, listing(pins, "MIRROR COMMIT OWNER SINCE=created_at REASON"))
 
 
 def log_refs(session: Session, name: MirrorArgument) -> None:
@@ -196,8 +196,8 @@ def log_refs(session: Session, name: MirrorArgument) -> None:
 
 
 def diff_refs(session: Session, name: MirrorArgument, a: RecordArgument, b: RecordArgument) -> None:
-    found = session.client.diff_refs(name, a, b)
-    session.answer(found, _change_lines(found))
+    difference = session.client.diff_refs(name, a, b)
+    session.answer(difference, _change_lines(difference))
 
 
 def restore_refs(
@@ -207,9 +207,11 @@ def restore_refs(
     conclude(session, session.client.restore_refs(name, at), no_wait, RefDiff, _change_lines)
 
 
-def _change_lines(found: RefDiff) -> Iterator[str]:
+def _change_lines(difference: RefDiff) -> Iterator[str]:
     columns = "CHANGE=kind OLD=old:short NEW=new:short OLD_TIP REF=ref:name"
-    return listing(found.changes, columns, OLD_TIP=lambda each: "kept" if each.kept else None)
+    return listing(
+        difference.changes, columns, OLD_TIP=lambda change: "kept" if change.kept else None
+    )
 
 
 def create_bundle(

@@ -173,8 +173,8 @@ def _check(data: bytes, signature: str, signers: Path | None, identity: str) -> 
             options = ["verify", "-s", file.name, "-f", str(signers), "-I", identity]
         done = _ssh_keygen(*options, input=data, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.decode(errors="replace").splitlines()
-    facts = [line.rstrip(".") for line in lines if not line.startswith("Could not verify")]
-    return done.returncode == 0, facts[0] if facts else "it is not by this signer"
+    messages = [line.rstrip(".") for line in lines if not line.startswith("Could not verify")]
+    return done.returncode == 0, messages[0] if messages else "it is not by this signer"
 
 
 def _ssh_keygen(*options: str, **how: Any) -> subprocess.CompletedProcess[bytes]:

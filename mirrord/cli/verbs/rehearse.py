@@ -101,9 +101,9 @@ def _lines(results: Results) -> Iterator[str]:
     if logged := sum(row.verdict == "log" for row in results.rows):
         yield f"{count(logged, 'instance')} judged by the log of its tests alone"
     counted = [
-        f"{found:,} {state}"
+        f"{number:,} {state}"
         for state in Readiness
-        if (found := totals["states"].get(state)) and state is not Readiness.FAILED
+        if (number := totals["states"].get(state)) and state is not Readiness.FAILED
     ]
     failed = totals["states"].get(Readiness.FAILED) or "none"
     kept = f" ({results.kept_count:,} by an earlier run)" if results.kept_count else ""
@@ -114,8 +114,8 @@ def _lines(results: Results) -> Iterator[str]:
 def _unexpected_lines(rows: list[protocol.Rehearsed]) -> Iterator[str]:
     """Yield unexpected results of tests, with the last lines of their log."""
     for row in rows:
-        for each in row.unexpected:
+        for test in row.unexpected:
             yield ""
-            yield f"{row.instance}: {cell(each.description)}"
-            yield from (f"    {legible(line)}" for line in each.lines)
+            yield f"{row.instance}: {cell(test.description)}"
+            yield from (f"    {legible(line)}" for line in test.lines)
         yield from (f"{row.instance}: log: {path}" for path in row.logs if row.unexpected)

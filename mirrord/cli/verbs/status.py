@@ -51,16 +51,16 @@ def status(
             hint="`mirrord top --json` prints one object per line",
         )
     session.is_paged = not watch
-    found = _wait_for_status(session, wait)
+    current = _wait_for_status(session, wait)
     while True:
-        _print_status(session, found, every=every, problems=problems)
-        if check and any(each.kind != "warning" for each in problems_of(found)):
+        _print_status(session, current, every=every, problems=problems)
+        if check and any(problem.kind != "warning" for problem in problems_of(current)):
             raise SystemExit(IntegrityError.exit_status)
         if not watch:
             return
         time.sleep(_WATCH_S)
         try:
-            found = session.client.status()
+            current = session.client.status()
         except (NoDaemonError, ResourceError) as error:
             session.note(f"mirrord: {error.message}")
             continue
@@ -80,48 +80,48 @@ def _wait_for_status(session: Session, wait: str | None) -> Status:
         time.sleep(_POLL_S)
 
 
-def _print_status(session: Session, found: Status, *, every: bool, problems: bool) -> None:
-    attention = list(problems_of(found))
+def _print_status(session: Session, current: Status, *, every: bool, problems: bool) -> None:
+    attention = list(problems_of(current))
     if problems and session.json:
-        session.print_json([each._asdict() for each in attention])
+        session.print_json([problem._asdict() for problem in attention])
     elif problems:
         session.answer(None, attention_lines(attention))
     else:
-        listed = session.client.list_operations() if found.operations_running else []
+        listed = session.client.list_operations() if current.operations_running else []
         running = [operation for operation in listed if operation.state == "running"]
-        session.answer(found, _status_lines(found, attention, running, every))
+        session.answer(current, _status_lines(current, attention, running, every))
 
 
 def _status_lines(
-    found: Status, problems: list[Attention], running: list[Operation], every: bool
+    current: Status, problems: list[Attention], running: list[Operation], every: bool
 ) -> Iterator[str]:
     yield from attention_lines(problems[:_ROWS_SHOWN])
     if len(problems) > _ROWS_SHOWN:
         yield f"… and {len(problems) - _ROWS_SHOWN:,} more: mirrord status --problems"
     if problems:
         yield ""
-    yield from _summary(found)
+    yield from _summary(current)
     yield from _first_rows(operation_table(running), len(running), every)
-    all_mirrors = every or len(found.mirrors) <= _ROWS_SHOWN
-    mirrors = [mirror for mirror in found.mirrors if all_mirrors or problem_of(mirror)]
+    all_mirrors = every or len(current.mirrors) <= _ROWS_SHOWN
+    mirrors = [mirror for mirror in current.mirrors if all_mirrors or problem_of(mirror)]
     columns = "MIRROR=name STATE REFS=ref_count PINS=pin_count SIZE=size_bytes SYNCED=synced_at"
     lines = listing(mirrors, f"{columns} PROBLEM", PROBLEM=problem_of)
     yield from _first_rows(lines, len(mirrors), every)
-    all_datasets = every or len(found.datasets) <= _ROWS_SHOWN
+    all_datasets = every or len(current.datasets) <= _ROWS_SHOWN
     datasets = [
         d
-        for d in found.datasets
+        for d in current.datasets
         if all_datasets or d.fault_count or d.unpinned_count or d.not_ready
     ]
     columns = "DATASET=name FORMAT READY BAD_ROWS=fault_count"
     columns += " UNPINNED=unpinned_count IMPORTED=imported_at"
     lines = listing(datasets, columns, READY=readiness_of)
     yield from _first_rows(lines, len(datasets), every)
-    jobs = [job for job in found.jobs if every or job.last_error]
+    jobs = [job for job in current.jobs if every or job.last_error]
     lines = listing(jobs, "JOB=name NEXT=next_at LAST=last_at PROBLEM=last_error")
     yield from _first_rows(lines, len(jobs), every)
-    if found.fleet:
-        yield from _fleet_lines(found.fleet, every)
+    if current.fleet:
+        yield from _fleet_lines(current.fleet, every)
 
 
 def _fleet_lines(fleet: FleetStatus, every: bool) -> Iterator[str]:
@@ -149,29 +149,31 @@ def _describe_fleet(fleet: FleetStatus | None) -> str | None:
     return f"{text}; {fleet.fault}" if fleet.fault else text
 
 
-def _summary(found: Status) -> Iterator[str]:
-    since = f"pid {found.pid}, uid {found.uid}, since {moment(found.started_at)}"
-    held = f"{found.checkout_count:,} of at most {found.checkout_max:,}, backend {found.backend}"
-    queued = f"{found.operations_queued:,} queued"
-    instances = sum(dataset.instance_count for dataset in found.datasets)
+def _summary(current: Status) -> Iterator[str]:
+    since = f"pid {current.pid}, uid {current.uid}, since {moment(current.started_at)}"
+    held = (
+        f"{current.checkout_count:,} of at most {current.checkout_max:,}, backend {current.backend}"
+    )
+    queued = f"{current.operations_queued:,} queued"
+    instances = sum(dataset.instance_count for dataset in current.datasets)
     counted = count(instances, "instance")
-    if all(dataset.ready_count is not None for dataset in found.datasets):
-        ready = sum(dataset.ready_count or 0 for dataset in found.datasets)
+    if all(dataset.ready_count is not None for dataset in current.datasets):
+        ready = sum(dataset.ready_count or 0 for dataset in current.datasets)
         counted = f"{ready:,} of {counted} ready"
     return facts(
         [
-            ("daemon", f"mirrord {found.version}, {since}"),
-            ("health", found.health.status),
-            ("place", found.health.place or "unknown"),
-            ("state", found.state_dir),
-            ("configuration", found.config_path or "defaults"),
-            ("mirrors", _count_mirrors(found.mirrors)),
-            ("datasets", f"{len(found.datasets):,} with {counted}"),
+            ("daemon", f"mirrord {current.version}, {since}"),
+            ("health", current.health.status),
+            ("place", current.health.place or "unknown"),
+            ("state", current.state_dir),
+            ("configuration", current.config_path or "defaults"),
+            ("mirrors", _count_mirrors(current.mirrors)),
+            ("datasets", f"{len(current.datasets):,} with {counted}"),
             ("checkouts", held),
-            ("operations", f"{found.operations_running:,} running, {queued}"),
-            ("last audit", _describe_audit(found)),
-            ("jobs", _describe_jobs(found)),
-            ("fleet", _describe_fleet(found.fleet)),
+            ("operations", f"{current.operations_running:,} running, {queued}"),
+            ("last audit", _describe_audit(current)),
+            ("jobs", _describe_jobs(current)),
+            ("fleet", _describe_fleet(current.fleet)),
         ]
     )
 
@@ -192,18 +194,18 @@ def _count_mirrors(mirrors: Sequence[Mirror]) -> str:
     return f"{counts}; {count(pins, 'pin')}, {size(disk)}" if mirrors else "none"
 
 
-def _describe_jobs(found: Status) -> str:
-    planned = [(job.next_at, job.name) for job in found.jobs if job.next_at]
+def _describe_jobs(current: Status) -> str:
+    planned = [(job.next_at, job.name) for job in current.jobs if job.next_at]
     first = min(planned, default=None)
-    return f"{len(found.jobs):,}{f', next {first[1]} at {when(first[0])}' if first else ''}"
+    return f"{len(current.jobs):,}{f', next {first[1]} at {when(first[0])}' if first else ''}"
 
 
-def _describe_audit(found: Status) -> str:
-    audit = found.last_audit
+def _describe_audit(current: Status) -> str:
+    audit = current.last_audit
     if audit is None:
         return "none yet"
     states = ", ".join(f"{number:,} {state}" for state, number in audit.counts.items() if number)
-    mirrors = f"{audit.mirror_count:,} of {count(len(found.mirrors), 'mirror')}"
+    mirrors = f"{audit.mirror_count:,} of {count(len(current.mirrors), 'mirror')}"
     text = f"{moment(audit.finished_at)}, {mirrors} at level {audit.level}"
     text += f": {states or 'nothing recorded'}"
     if audit.affected_count:

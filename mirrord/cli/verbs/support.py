@@ -45,8 +45,8 @@ def support_bundle(
     journal of the units, mounts and sizes, but no patches, rows, commit ids, contents, passwords or
     tokens.
     """
-    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    path = file or Path(f"mirrord-support-{at.replace(':', '').replace('-', '')}.tar.gz")
+    made_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    path = file or Path(f"mirrord-support-{made_at.replace(':', '').replace('-', '')}.tar.gz")
     parts, missing = {}, {}
     for name, collect in _parts(session).items():
         try:
@@ -54,8 +54,8 @@ def support_bundle(
         except (errors.MirrordError, OSError, ValueError) as error:
             missing[name] = Scrubber().text(str(error))
             session.note(f"without {name}: {missing[name]}")
-    manifest = {"made_at": at, "version": __version__, "parts": [*parts], "missing": missing}
-    readme = _README.format(version=__version__, at=at)
+    manifest = {"made_at": made_at, "version": __version__, "parts": [*parts], "missing": missing}
+    readme = _README.format(version=__version__, at=made_at)
     _write(path, {"README": readme, "manifest.json": _text(manifest), **parts})
     session.answer({"path": str(path), **manifest}, [str(path)])
 
@@ -67,22 +67,22 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
         return lambda: _text(scrub.facts(request().to_json()))
 
     def activity() -> str:
-        found = client.activity(history=True).to_json()
-        operations = [scrub.operation(each) for each in found.pop("operations", [])]
-        return _text({**scrub.facts(found), "operations": operations})
+        answer = client.activity(history=True).to_json()
+        operations = [scrub.operation(operation) for operation in answer.pop("operations", [])]
+        return _text({**scrub.facts(answer), "operations": operations})
 
     def events() -> str:
         recent = deque(client.events(after="0", follow=False), maxlen=_EVENTS_MAX)
         scrubbed = [
-            {"id": each.id, "at": each.at.isoformat(), "name": each.name,
-             **scrub.event(each.name, each.fields)}
-            for each in recent
+            {"id": event.id, "at": event.at.isoformat(), "name": event.name,
+             **scrub.event(event.name, event.fields)}
+            for event in recent
         ]  # fmt: skip
         return _lines(scrubbed)
 
     def operations() -> str:
-        found = client.list_operations()[:_OPERATIONS_MAX]
-        return _lines([scrub.operation(each.to_json()) for each in found])
+        listed = client.list_operations()[:_OPERATIONS_MAX]
+        return _lines([scrub.operation(operation.to_json()) for operation in listed])
 
     def settings() -> Settings:
         return config.load(find_config(session))

@@ -51,11 +51,11 @@ def top(
     ) as client:
         client.activity()  # raise if no daemon runs, or if it refuses
         if session.json or not sys.stdout.isatty():
-            for found in _each(client, pause, _sleep):
-                if isinstance(found, MirrordError):
-                    session.note(f"mirrord: {found.message}")
+            for answer in _each(client, pause, _sleep):
+                if isinstance(answer, MirrordError):
+                    session.note(f"mirrord: {answer.message}")
                 else:
-                    _print(session, found)
+                    _print(session, answer)
         else:
             _show(client, pause)
 
@@ -97,12 +97,12 @@ def _show(client: mirrord.Client, pause: timedelta) -> None:
     last: list[Line] = []
     with _keys() as wait, live.Live(console=console, screen=True, auto_refresh=False) as screen:
         try:
-            for found in _each(client, pause, wait):
-                if isinstance(found, MirrordError):
-                    status = _cut(f"waiting for the daemon: {found.message}", console.width)
+            for answer in _each(client, pause, wait):
+                if isinstance(answer, MirrordError):
+                    status = _cut(f"waiting for the daemon: {answer.message}", console.width)
                     lines = [(status, _RED), *last[1:]]
                 else:
-                    lines = last = render(found, *console.size)
+                    lines = last = render(answer, *console.size)
                 screen.update(styled(lines), refresh=True)
         except KeyboardInterrupt:
             return
@@ -143,18 +143,18 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 def render(activity: Activity, width: int = sys.maxsize, height: int = sys.maxsize) -> list[Line]:
     """Return lines that fit a screen; each list gets a fair share of the rows."""
     head = [*_totals(activity)]
-    lists = [[*each] for each in (_endpoints(activity), _owners(activity), _work(activity))]
-    lists = [each for each in lists if len(each) > 1]
+    lists = [[*rows] for rows in (_endpoints(activity), _owners(activity), _work(activity))]
+    lists = [rows for rows in lists if len(rows) > 1]
     left = height - len(head)
-    for number, each in enumerate(sorted(lists, key=len)):
+    for number, rows in enumerate(sorted(lists, key=len)):
         room = left // (len(lists) - number) - 1  # after an empty line
-        if len(each) > room:
-            each[max(room - 1, 1) :] = [f"… {len(each) - max(room - 1, 1)} more"]
-        left -= len(each) + 1
+        if len(rows) > room:
+            rows[max(room - 1, 1) :] = [f"… {len(rows) - max(room - 1, 1)} more"]
+        left -= len(rows) + 1
     lines = head + [
         line
-        for each in lists
-        for line in [("", ""), (each[0], _BOLD), *((text, "") for text in each[1:])]
+        for rows in lists
+        for line in [("", ""), (rows[0], _BOLD), *((text, "") for text in rows[1:])]
     ]
     return [(_cut(text, width), style) for text, style in lines[:height]]
 
@@ -165,10 +165,10 @@ def _cut(text: str, width: int) -> str:
 
 def _totals(activity: Activity) -> Iterator[Line]:
     up = ago(activity.at - activity.started_at)
-    at = activity.at.astimezone().strftime("%H:%M:%S%z")
+    now = activity.at.astimezone().strftime("%H:%M:%S%z")
     style = _RED if activity.status != "ok" else _BOLD
     yield (
-        f"mirrord {activity.version}, pid {activity.pid}, up {up}, {activity.status}, at {at}",
+        f"mirrord {activity.version}, pid {activity.pid}, up {up}, {activity.status}, at {now}",
         style,
     )
     for reason in activity.reasons[:2]:
@@ -188,12 +188,12 @@ def _totals(activity: Activity) -> Iterator[Line]:
     )
     free = f"{size(activity.disk_free_bytes)} free of {size(activity.disk_bytes)}"
     yield f"disk        {free}, {size(activity.disk_reserve_bytes)} reserved", ""
-    for each in activity.caches:
-        asked = each.hits + each.misses
-        hits = f"{each.hits / asked:.1%} of {asked:,} hit" if asked else "not used yet"
-        bounds = f"{size(each.size_bytes)} of {size(each.limit_bytes)}, "
-        room = f"{bounds}{each.evictions:,} evicted, " if each.limit_bytes is not None else ""
-        yield f"{each.name:<10}  {room}{hits}", ""
+    for entry in activity.caches:
+        asked = entry.hits + entry.misses
+        hits = f"{entry.hits / asked:.1%} of {asked:,} hit" if asked else "not used yet"
+        bounds = f"{size(entry.size_bytes)} of {size(entry.limit_bytes)}, "
+        room = f"{bounds}{entry.evictions:,} evicted, " if entry.limit_bytes is not None else ""
+        yield f"{entry.name:<10}  {room}{hits}", ""
     if activity.refusals:
         codes = ", ".join(f"{n:,} {code}" for code, n in activity.refusals.items())
         yield f"refused     {codes}", ""

@@ -131,11 +131,11 @@ def du(
     """SHARED bytes are also in other lines of the same kind; RECLAIMABLE is what gc would free.
     Users see their own checkouts, administrators everything.
     """
-    found = session.client.usage(verbose=verbose)
-    session.answer(found, _usage_lines(found))
-    if found.partial:
+    usage = session.client.usage(verbose=verbose)
+    session.answer(usage, _usage_lines(usage))
+    if usage.partial:
         session.note(
-            f"{count(found.partial, 'line')} could not be read completely, and may be larger"
+            f"{count(usage.partial, 'line')} could not be read completely, and may be larger"
         )
 
 
@@ -165,8 +165,8 @@ def gc(
     leftovers and trash, but nothing that is recorded, pinned or leased. The next checkout of a
     removed template takes as long as the first.
     """
-    found = session.client.gc(dry_run=dry_run)
-    session.answer(found, _gc_lines(found))
+    garbage = session.client.gc(dry_run=dry_run)
+    session.answer(garbage, _gc_lines(garbage))
 
 
 def _gc_lines(garbage: Garbage) -> Iterator[str]:

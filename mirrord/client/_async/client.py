@@ -364,8 +364,8 @@ class AsyncClient:
         """Import the recipes of a TOML file; they take precedence over those of rows."""
         content, name = _upload(Path(file), None), Path(file).name
         path = ("environments", "recipes")
-        found = await self._connection.request("POST", *path, content=content, filename=name)
-        return http.read_list(found, protocol.Recipe)
+        response = await self._connection.request("POST", *path, content=content, filename=name)
+        return http.read_list(response, protocol.Recipe)
 
     async def import_image(
         self,
@@ -588,9 +588,9 @@ class AsyncClient:
         import hashlib  # noqa: PLC0415  (loads OpenSSL: 4 ms)
 
         digest = hashlib.sha256(receipt.signed_bytes()).hexdigest()
-        known = replace(receipt, grade=None, signature=None)  # a grade may be long
+        plain = replace(receipt, grade=None, signature=None)  # a grade may be long
         return await self._post(
-            protocol.ReceiptReport, "receipts", "verify", body=known, sha256=digest
+            protocol.ReceiptReport, "receipts", "verify", body=plain, sha256=digest
         )
 
     def grade(
@@ -678,8 +678,8 @@ class AsyncClient:
                 )
                 mounts.attach(descriptors[0], Path(path), pid, read_only=read_only)
             finally:
-                for each in descriptors:
-                    os.close(each)
+                for descriptor in descriptors:
+                    os.close(descriptor)
             # a reset before it was attached did not reach the mount: attach it again
             if (await self.get_checkout(checkout)).resets == answer.resets:
                 return
@@ -712,19 +712,19 @@ class AsyncClient:
         of `mirrord.protocol`. What fails is in the answer, and raises nothing.
         """
         asked = list(endings)
-        starts = [start_of(each, http.label_of(label)) for each in checkouts]
-        gone = [each.checkout for each in asked if each.request.release]
+        starts = [start_of(wanted, http.label_of(label)) for wanted in checkouts]
+        gone = [ending.checkout for ending in asked if ending.request.release]
         # as for a release; those that the daemon did not release are renewed again below
-        renewed = [each for each in gone if self._renewal.drop(each.id)]
-        body = protocol.TakeTurns(turns=[each.request for each in asked], checkouts=starts)
+        renewed = [checkout for checkout in gone if self._renewal.drop(checkout.id)]
+        body = protocol.TakeTurns(turns=[ending.request for ending in asked], checkouts=starts)
         released: set[str] = set()
         try:
             answer = await self._post(protocol.TurnsAnswer, "turns", body=body)
-            released = {each.checkout for each in answer.turns if each.released}
+            released = {turn.checkout for turn in answer.turns if turn.released}
         finally:
-            for each in renewed:
-                if each.id not in released:
-                    self._renewal.hold(each)
+            for checkout in renewed:
+                if checkout.id not in released:
+                    self._renewal.hold(checkout)
         turns = []
         for ending, done in zip(asked, answer.turns, strict=True):
             ending.checkout.lease = done.reset or ending.checkout.lease
@@ -734,10 +734,10 @@ class AsyncClient:
                 grade = self._held(AsyncGrade(self, done.grade, ttl), auto_renew)
             turns.append(AsyncFinished.of(done, grade))
         made = [
-            self._held(AsyncCheckout(self, each.checkout, start.ttl), auto_renew)
-            if each.checkout
-            else errors.from_problem(each.problem.to_json() if each.problem else {})
-            for start, each in zip(starts, answer.checkouts, strict=True)
+            self._held(AsyncCheckout(self, done.checkout, start.ttl), auto_renew)
+            if done.checkout
+            else errors.from_problem(done.problem.to_json() if done.problem else {})
+            for start, done in zip(starts, answer.checkouts, strict=True)
         ]
         return AsyncBatch(turns, made)
 
@@ -771,8 +771,8 @@ class AsyncClient:
         return await self._get(protocol.Operation, "operations", operation)
 
     async def cancel_operation(self, operation: str) -> protocol.Operation:
-        found = await self._connection.request("DELETE", "operations", operation)
-        return http.read_one(found, protocol.Operation)
+        response = await self._connection.request("DELETE", "operations", operation)
+        return http.read_one(response, protocol.Operation)
 
     async def wait(
         self,
@@ -786,25 +786,25 @@ class AsyncClient:
         Raises CancelledError if it was cancelled or the daemon restarted, DeadlineError after
         `timeout`, a timedelta or seconds. `progress` is called with the operation at each poll.
         """
-        known = not isinstance(operation, str)
+        is_known = not isinstance(operation, str)
         identity = operation if isinstance(operation, str) else operation.id
         deadline = None if timeout is None else time.monotonic() + in_seconds(timeout)
         pauses = http.retry_pauses(_POLL_SECONDS)
         while True:
             try:
-                found = await self.get_operation(identity)
+                current = await self.get_operation(identity)
             except errors.NotFoundError as error:
-                if not known:
+                if not is_known:
                     raise
                 raise errors.CancelledError(
                     f"cannot finish operation {identity}: the daemon was restarted while it ran",
                     hint="start it again",
                     operation=identity,
                 ) from error
-            known = True
+            is_known = True
             if progress:
-                progress(found)
-            if found.state != "running":
+                progress(current)
+            if current.state != "running":
                 break
             if deadline is not None and time.monotonic() > deadline:
                 raise errors.DeadlineError(
@@ -812,12 +812,12 @@ class AsyncClient:
                     hint="wait again",
                 )
             await async_pause(next(pauses, _POLL_SECONDS))
-        if found.error is not None:
-            raise errors.from_problem(found.error.to_json())
-        if found.state == "cancelled":
-            fact = f"cannot finish {found.kind} of {found.subject}: it was cancelled"
-            raise errors.CancelledError(fact, operation=found.id)
-        return found
+        if current.error is not None:
+            raise errors.from_problem(current.error.to_json())
+        if current.state == "cancelled":
+            fact = f"cannot finish {current.kind} of {current.subject}: it was cancelled"
+            raise errors.CancelledError(fact, operation=current.id)
+        return current
 
     async def events(
         self, *, after: str | None = None, follow: bool = True

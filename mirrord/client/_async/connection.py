@@ -325,11 +325,11 @@ class AsyncChannel:
         return piece
 
     async def _until(self, end: bytes) -> bytes:
-        while (at := self._buffer.find(end)) < 0:
+        while (index := self._buffer.find(end)) < 0:
             if len(self._buffer) > http.HEAD_LIMIT_BYTES:
                 raise http.GarbledError(f"a head of more than {http.HEAD_LIMIT_BYTES} bytes")
             await self._fill()
-        return self._take_buffered(at + len(end))[:at]
+        return self._take_buffered(index + len(end))[:index]
 
     async def _fill(self) -> None:
         try:
@@ -340,8 +340,8 @@ class AsyncChannel:
                 await async_readable(self._socket, self._timeout)
                 # else a program that another thread starts now would keep the mount
                 flags = socket.MSG_CMSG_CLOEXEC
-                piece, found, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
-                self.descriptors += found
+                piece, passed, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
+                self.descriptors += passed
         except (ConnectionResetError, BrokenPipeError) as error:
             raise http.BrokenError from error
         except TimeoutError as error:

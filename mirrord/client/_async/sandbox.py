@@ -163,12 +163,12 @@ class AsyncSandbox:
             ["head", "-c", str(_READ_MAX_BYTES + 1), "--", await self.at(path)],
             stdout=content,
         )
-        found = await self._must("read", path, call)
-        if len(found.stdout) > _READ_MAX_BYTES:
+        done = await self._must("read", path, call)
+        if len(done.stdout) > _READ_MAX_BYTES:
             hint = "use `download`"
             fact = f"cannot read {path}: it has more than {_READ_MAX_BYTES} bytes"
             raise errors.ResourceError(fact, hint=hint)
-        return found.stdout
+        return done.stdout
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file, and its missing parents; raises PathNotFoundError."""

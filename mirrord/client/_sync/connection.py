@@ -326,11 +326,11 @@ class Channel:
         return piece
 
     def _until(self, end: bytes) -> bytes:
-        while (at := self._buffer.find(end)) < 0:
+        while (index := self._buffer.find(end)) < 0:
             if len(self._buffer) > http.HEAD_LIMIT_BYTES:
                 raise http.GarbledError(f"a head of more than {http.HEAD_LIMIT_BYTES} bytes")
             self._fill()
-        return self._take_buffered(at + len(end))[:at]
+        return self._take_buffered(index + len(end))[:index]
 
     def _fill(self) -> None:
         try:
@@ -341,8 +341,8 @@ class Channel:
                 readable(self._socket, self._timeout)
                 # else a program that another thread starts now would keep the mount
                 flags = socket.MSG_CMSG_CLOEXEC
-                piece, found, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
-                self.descriptors += found
+                piece, passed, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
+                self.descriptors += passed
         except (ConnectionResetError, BrokenPipeError) as error:
             raise http.BrokenError from error
         except TimeoutError as error:

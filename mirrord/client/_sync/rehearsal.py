@@ -58,16 +58,16 @@ class Rehearsal:
     def prepare(self, instances: Sequence[str], dataset: str | None) -> None:
         """Read the rows and start the audit of their mirrors."""
         client = self._client
-        self._mirrors = {each.name.lower(): each for each in client.list_mirrors()}
+        self._mirrors = {mirror.name.lower(): mirror for mirror in client.list_mirrors()}
         version = (client.health()).version
-        keys: list[tuple[str, str | None]] = [(each, dataset) for each in instances]
+        keys: list[tuple[str, str | None]] = [(instance, dataset) for instance in instances]
         if not keys:
             datasets = [] if dataset else client.list_datasets()
-            for name in [dataset] if dataset else [each.name for each in datasets]:
-                keys += [(found.id, name) for found in client.list_instances(name)]
-        found = [self._read(*key, version) for key in dict.fromkeys(keys)]
-        self.candidates = sorted(found, key=lambda each: (each.created_at, each.instance))
-        wanted = {each.mirror.lower() for each in found if each.mirror}
+            for name in [dataset] if dataset else [listed.name for listed in datasets]:
+                keys += [(instance.id, name) for instance in client.list_instances(name)]
+        candidates = [self._read(*key, version) for key in dict.fromkeys(keys)]
+        self.candidates = sorted(candidates, key=lambda row: (row.created_at, row.instance))
+        wanted = {row.mirror.lower() for row in candidates if row.mirror}
         names = sorted(self._mirrors[key].name for key in wanted if self._is_mirrored(key))
         if names:
             level = AuditLevel.QUICK if self._were_audited(names) else AuditLevel.CLOSURE
@@ -82,7 +82,7 @@ class Rehearsal:
             return rehearsing.Candidate(instance, dataset, error=error)
         mirror = self._mirrors.get(row.mirror.lower())
         synced = mirror.synced_at.isoformat() if mirror and mirror.synced_at else ""
-        facts = [row.to_json(), synced, version, *(["run"] if self._run else [])]
+        inputs = [row.to_json(), synced, version, *(["run"] if self._run else [])]
         patches = dict(zip(rehearsing.PATCHES, (row.test_patch, row.patch), strict=True))
         return rehearsing.Candidate(
             instance=row.id,
@@ -95,7 +95,7 @@ class Rehearsal:
             history=row.history,
             lacking=rehearsing.lacking(row),
             created_at=row.created_at.isoformat() if row.created_at else "",
-            state=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32],
+            state=hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32],
         )
 
     def _is_mirrored(self, mirror: str) -> bool:
@@ -105,7 +105,7 @@ class Rehearsal:
     def _were_audited(self, names: Sequence[str]) -> bool:
         """True if a recent audit, after the last syncs, checked all closures of these mirrors."""
         synced = [self._mirrors[name.lower()].synced_at for name in names]
-        latest = max([utc_now() - _AUDIT_MAX_AGE, *(at for at in synced if at)])
+        latest = max([utc_now() - _AUDIT_MAX_AGE, *filter(None, synced)])
         return any(
             audit.level is not AuditLevel.QUICK
             and audit.dataset is None
@@ -121,9 +121,9 @@ class Rehearsal:
             ended = self._client.wait(self._audit)
             audit = self._client.get_audit(str((ended.result or {})["id"]))
             self._problems = {
-                (found.mirror.lower(), found.commit): found.detail or str(found.kind)
-                for found in audit.findings
-                if found.commit and found.state is not CommitState.OK
+                (finding.mirror.lower(), finding.commit): finding.detail or str(finding.kind)
+                for finding in audit.findings
+                if finding.commit and finding.state is not CommitState.OK
             }
         return self._problems or {}
 
@@ -234,12 +234,12 @@ class Rehearsal:
         """Add what the audit found; the checkout has already proven the base commit."""
         problems = self._find_problems()
         key = candidate.mirror.lower()
-        found = [
+        faults = [
             f"its {commit.role} commit {commit.commit} cannot be served: {problem}"
             for commit in candidate.commits
             if (problem := problems.get((key, commit.commit)))
         ]
-        record.add("recorded", "but" if found else "ok", "; ".join(found))
+        record.add("recorded", "but" if faults else "ok", "; ".join(faults))
 
     # -- its tests ---------------------------------------------------------------------------------
 

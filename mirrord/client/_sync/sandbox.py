@@ -164,12 +164,12 @@ class Sandbox:
             ["head", "-c", str(_READ_MAX_BYTES + 1), "--", self.at(path)],
             stdout=content,
         )
-        found = self._must("read", path, call)
-        if len(found.stdout) > _READ_MAX_BYTES:
+        done = self._must("read", path, call)
+        if len(done.stdout) > _READ_MAX_BYTES:
             hint = "use `download`"
             fact = f"cannot read {path}: it has more than {_READ_MAX_BYTES} bytes"
             raise errors.ResourceError(fact, hint=hint)
-        return found.stdout
+        return done.stdout
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, and its missing parents; raises PathNotFoundError."""

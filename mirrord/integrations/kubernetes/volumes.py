@@ -134,8 +134,8 @@ class PodVolumes:
     def renew(self) -> bool:
         """Renew the leases of attached checkouts; returns False after a failure."""
         attached = {
-            each.checkout
-            for place, each in mounts.find_attached().items()
+            mount.checkout
+            for place, mount in mounts.find_attached().items()
             if place.is_relative_to(self.kubelet.resolve())
         }
         all_renewed = True
@@ -193,8 +193,8 @@ class PodVolumes:
 
 def _is_published(checkout: str, place: Path, what: model.Target, read_only: bool) -> bool:
     attached = mounts.find_attached()
-    for other, each in attached.items():
-        if each.checkout == checkout and other != place:
+    for other, mount in attached.items():
+        if mount.checkout == checkout and other != place:
             fact = f"cannot publish the volume at {place}: it is published at {other}"
             raise PublishedElsewhereError(fact, hint="unpublish it there first")
     current = attached.get(place)
