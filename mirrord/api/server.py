@@ -195,6 +195,7 @@ class HttpConnection(HttpToolsProtocol):
         except errors.TooManyConnectionsError as error:
             self._refuse(error)
             return
+        # a scope of uvicorn has no peer credentials: requests read them from here
         self.app_state = {**self.app_state, "connection": self}
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_head_timeout)
 

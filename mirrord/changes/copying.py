@@ -259,6 +259,7 @@ class _Locked:
 
 
 def _read_record(layer: Path) -> Pieces | None:
+    # without a record all is copied, and nothing linked
     with suppress(OSError, ValueError), open(f"{layer}.stats", "rb") as file:
         return {
             encode_name(path): Piece(Where[where], *numbers)
@@ -303,6 +304,7 @@ class _Copy:
         """Bring the layer from one survey to the next, both sorted by path; return the pieces whose
         stat changed by reading them.
         """
+        # of an earlier round
         with suppress(FileExistsError):
             os.mkdir(self._directory, 0o755)
         stale = [path for path, piece in copied.items() if wanted.get(path) != piece]

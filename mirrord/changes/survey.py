@@ -363,6 +363,7 @@ def pool_changes(source: PoolTree) -> list[bytes]:
             for directory in sorted(directories):
                 st = reader.find_stat(directory)
                 if st is not None and stat.S_ISDIR(st.st_mode):
+                    # locked or removed meanwhile: the directory itself is in the list
                     with suppress(PermissionError, FileNotFoundError):
                         inside = (directory + b"/" + name for name in reader.names_in(directory))
                         changed |= {path for path in inside if path not in manifest.files}
@@ -384,6 +385,7 @@ def copy_pool(directory: Path, source: PoolTree, earlier: Path | None, what: Cop
         differences = scan(source.tree, manifest)
         pieces: Pieces = {}
         with acting:
+            # without the top, which a layer does not have
             _add_known(
                 reader, manifest, {*differences.modified, *differences.missing} - {b""}, pieces
             )

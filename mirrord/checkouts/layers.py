@@ -93,6 +93,7 @@ class Layers:
             if self._leases.layers[layer] <= 0:
                 del self._leases.layers[layer]
                 path = self.path(layer)
+                # `<id>.git` is there only where tracked files changed
                 for directory in (path, path.with_suffix(".git")):
                     gone = new_trash(path.parent)
                     with suppress(FileNotFoundError):

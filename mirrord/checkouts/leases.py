@@ -133,6 +133,7 @@ class Leases:
     def begin(self, lease: Lease) -> None:
         """Make the directories of a new checkout, and the file that `put` publishes."""
         with full_disk_named(f"the lease of checkout {lease.id}"):
+            # from here on a crash leaves directories without a lease, which the next start removes
             os.mkdir(lease.directories.private, 0o700)
             _write(f"{lease.directories.private}/{lease.state}.new", lease)
             os.mkdir(lease.directories.public, 0o700)
@@ -163,6 +164,7 @@ class Leases:
 
     def _id_of(self, text: str) -> CheckoutId:
         if text.startswith("/"):
+            # links are left to the client, who follows them with its own rights
             path = Path(os.path.normpath(text))
             if path.is_relative_to(self.public) and path != self.public:
                 return CheckoutId(path.relative_to(self.public).parts[0])
@@ -191,6 +193,7 @@ class Leases:
                 _write(f"{path}.new", lease)
                 _replace(path)
                 if before.state is not lease.state:
+                    # last: without a file of either name the checkout would have no lease
                     os.unlink(f"{lease.directories.private}/{before.state}")
         self._set(lease)
 

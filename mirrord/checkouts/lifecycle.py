@@ -207,6 +207,7 @@ class Lifecycle:
             try:
                 await self.make_clean(replace(lease, state=LeaseState.LIVE))
             except ProofFailedError:
+                # `make_clean` has ended the lease
                 return
             except (MirrordError, OSError) as error:
                 # as after a reset that failed: the next turn, or another reset, completes it

@@ -93,6 +93,7 @@ class OverlayBackend:
         self._uncovered_mode = 0 if home.is_inside() else 0o700
 
     async def open(self) -> None:
+        # once for all leases: with 3,000 mounts the table takes 10 ms to read
         self._mounted = await anyio.to_thread.run_sync(read_overlays)
 
     async def close(self) -> None:
@@ -117,6 +118,7 @@ class OverlayBackend:
             read = partial(anyio.to_thread.run_sync, read_facts, template.layers)
             template.facts = proven = template.facts or await read()
             before = leases.get(to.id)
+            # from here on a crash leaves RESETTING, which the next start completes
             leases.save(resetting(to))
             overlays = self._overlays(to, template.layers)
             with ExitStack() as stack:
@@ -232,6 +234,7 @@ class OverlayBackend:
         await self._map(lease.owner)
         wanted = lease.template
         template = self.templates.find(*wanted) or await self.templates.ensure(*wanted)
+        # before the one that it replaces is dropped: both may have the same layers
         self._hold(held := _Held(template, lease.environments))
         try:
             yield template
@@ -381,6 +384,7 @@ def _prove(
         head = _read_head(mount)
         if layer is not None:
             method += ", over the layer of a snapshot"
+            # without a `.git` in the layer, HEAD is the template's
             with suppress(FileNotFoundError), opened(open_directory(layer)) as own:
                 expected = _read_head(own)
     except (OSError, ValueError) as error:

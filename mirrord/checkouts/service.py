@@ -357,6 +357,7 @@ class Checkouts:
             if patch is None:
                 self.leasing.must_be_admin(peer, "apply the instance's own patch")
                 patch, direction = await self.patches.named_patch(lease, named or "")
+                # in some sets, such as SWE-smith, the patch of a row makes the bug
                 backwards ^= direction is Direction.REVERSE
             paths, applied_by, notes = await self.patches.apply(
                 lease, patch, reverse=backwards, strategy=strategy

@@ -129,6 +129,7 @@ class Volumes:
                 self.leasing.lifecycle.end(lease)
             else:
                 if volume.holds:
+                    # the checkout was made for a volume, and ends with the last of its volumes
                     others = (replace(others[0], holds=True), *others[1:])
                 self.leasing.leases.save(replace(lease, volumes=others))
         self.leasing.publish("volume.removed", lease, volume=name)

@@ -22,6 +22,7 @@ from .table import EXIT_STATUSES, GROUPS, LOOP, SECTIONS, VERBS, Verb, exit_line
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+# click would wrap at 80
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 

@@ -71,6 +71,7 @@ def main(options: argparse.Namespace, settings: config.Settings | None = None) -
             listeners = open_listeners(settings.socket)
             try:
                 engine.layout.make()
+                # asyncio's own loop: with uvloop 16 clients were no faster
                 asyncio.run(Daemon(engine, listeners, Notifier()).run())
                 if home.is_inside() and not engine.layout.has_leases():
                     home.end(engine.layout.root)
@@ -82,6 +83,7 @@ def main(options: argparse.Namespace, settings: config.Settings | None = None) -
             raise
         priority = telemetry.priority("error", sys.stderr)
         hint = f"\nhint: {problem.hint}" if problem.hint else ""
+        # the lines of the log first, which a thread writes a little later
         telemetry.flush()
         for line in f"mirrord: {problem.message}{hint}".splitlines():
             print(f"{priority}{line}", file=sys.stderr)  # noqa: T201
@@ -220,6 +222,7 @@ def _bind(path: Path, mode: int) -> Listener:
     staged = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # of a daemon with this pid that was killed: in a container it is often the same
         staged.unlink(missing_ok=True)
         listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
@@ -354,6 +357,7 @@ class Daemon:
         for task in self._tasks:
             task.cancel()
         await self._engine.operations.close(OPERATIONS_DRAIN)
+        # after the operations, whose ends are events; with it the streams of followers end
         self._engine.events.close()
         await asyncio.gather(*(server.close(REQUESTS_DRAIN) for server in servers))
         try:

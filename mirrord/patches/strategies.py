@@ -63,6 +63,7 @@ _TIMEOUT = timedelta(minutes=4)
 # what is written is read at once and removed: a flush of each of 20 files took 100 ms
 _UNFLUSHED = ("-c", "core.fsync=none", "-c", "core.compression=0")
 _LINK_LIMIT_BYTES = 4095  # PATH_MAX, with its NUL
+# messages of `git apply`: for paths that lead out of the tree, then for a patch it cannot read
 _OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
 _INVALID = re.compile(
     r"corrupt (?:binary )?patch|No valid patches|unrecognized (?:input|binary patch)"
@@ -132,6 +133,7 @@ class _Application:
         """Fit text here and binary files by git; all by git where one of them says no."""
         text, binary = split_binary(patch)
         with suppress(MisfitError, NeedsGitError, *(_REFUSALS if binary else ())):
+            # 0.05 ms for one file, for which git takes 3.8 with its process
             results = fit(self.tree, parse(text), reverse=self.reverse, splice=splice)
             others = self._by_git(binary) if binary else {}
             if not (_touched(results) & others.keys() or _touched(others) & results.keys()):

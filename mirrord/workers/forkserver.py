@@ -84,6 +84,7 @@ def _serve(connection: socket.socket) -> None:
         while length := stream.read(8):
             answer = _perform(stream.read(int.from_bytes(length)))
             connection.sendall(len(answer).to_bytes(8) + answer)
+            # else a long answer would count as memory that glibc keeps
             del answer
             if resident_bytes() > trimmed_at_bytes + _TRIM_STEP_BYTES:
                 trim_memory()

@@ -126,6 +126,7 @@ class _WorkerProcess:
         """Send a call and return the answer. Raises ConnectionError if the worker died."""
         loop, connection = asyncio.get_running_loop(), self.connection
         await loop.sock_sendall(connection, len(call).to_bytes(8) + call)
+        # eight bytes with the length, then as many bytes
         answer, length = bytearray(), 8
         while len(answer) < length:
             received = await loop.sock_recv(connection, max(length - len(answer), _RECEIVED_BYTES))

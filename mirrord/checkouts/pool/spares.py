@@ -128,6 +128,7 @@ class Spares:
             log.info("spare.failed", mirror=str(spare.like.mirror), problem=str(error))
         finally:
             if not is_written:
+                # `take` and `_discard` have removed it before
                 with suppress(ValueError):
                     self._spares.remove(spare)
                 if not self._closed:

@@ -180,6 +180,7 @@ class Leasing:
         try:
             yield
         finally:
+            # one that was made is counted by its lease from now on
             leases.add(taken_by, owner_uid, -1)
 
     async def visible_to(self, peer: Peer) -> Visible:

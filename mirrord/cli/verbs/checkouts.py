@@ -372,6 +372,7 @@ def find_id(session: Session, text: str) -> str:
     if not text:  # an unset variable of a script; as a path it would be the current directory
         raise UsageError("cannot find a checkout: its name is empty", hint="give an id or a path")
     path = Path(os.path.realpath(text))  # Path.resolve raises for a loop of links
+    # another directory's name may look like an id
     for part in filter(_CHECKOUT_ID.fullmatch, path.parts):
         try:
             if path.is_relative_to(Path(session.client.get_checkout(part).path).resolve()):

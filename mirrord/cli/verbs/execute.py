@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _LEASE_TTL = timedelta(minutes=3)
 _SHELL = "sh"  # the one that every sandbox has
 _SANDBOX_PATH = "/usr/local/bin:/usr/bin:/bin"
+# shown in every sandbox; a program elsewhere is shown by itself
 _SANDBOX_DIRECTORIES = ("/usr/", "/bin/", "/sbin/")
 
 

@@ -56,6 +56,7 @@ def _fork(session: Session) -> int:
         raise errors.ConflictError(fact, hint="stop it, or name another socket and state_dir")
     path = _log_path(session)
     Layout(path.parent).make_root()
+    # O_APPEND: the daemon and its children write to one end, not over each other
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     if pid := os.fork():
         os.close(log)

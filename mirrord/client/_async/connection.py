@@ -56,6 +56,7 @@ class AsyncConnection:
         self._timeout = in_seconds(timeout)
         self._patience_seconds = in_seconds(patience)
         self._reached = False
+        # httpcore's pool looks at each for each request: 64 tasks on one client made 49 a second
         self._idle: list[AsyncChannel] = []
         self._pid = os.getpid()
 

@@ -57,6 +57,7 @@ class Connection:
         self._timeout = in_seconds(timeout)
         self._patience_seconds = in_seconds(patience)
         self._reached = False
+        # httpcore's pool looks at each for each request: 64 tasks on one client made 49 a second
         self._idle: list[Channel] = []
         self._pid = os.getpid()
 

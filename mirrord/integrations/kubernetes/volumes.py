@@ -111,6 +111,7 @@ class PodVolumes:
             checkout = held or self._lease(volume, attributes)
             try:
                 with suppress(FileExistsError):
+                    # as the kubelet makes the directories above
                     place.mkdir(mode=0o750)
                 self.client.attach_checkout(
                     checkout.id, place, target=attributes.what, read_only=read_only
