@@ -134,6 +134,7 @@ def find_in(root: int, path: bytes) -> os.stat_result | None:
     try:
         place = open_beneath(root, path, os.O_PATH | os.O_NOFOLLOW)
     except OSError as error:
+        # the last two: a file or a link in place of a directory above it
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
         return None

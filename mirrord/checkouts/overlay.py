@@ -129,6 +129,7 @@ class OverlayBackend:
                     ]
                     proof = _prove(mounts[0], template, proven, to, overlays[0].own)
                 except BaseException:
+                    # nothing was swapped yet: the tree is as it was
                     leases.save(before)
                     raise
                 for overlay, mount in zip(overlays, mounts, strict=True):

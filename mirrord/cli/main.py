@@ -17,6 +17,7 @@ from ..model import shown
 from .commands import build
 from .session import Session
 
+# faults of a path that the user named, not of mirrord or the disk
 _PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
 
 

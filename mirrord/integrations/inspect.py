@@ -120,6 +120,7 @@ def _as_os_error(file: str) -> Iterator[None]:
     try:
         yield
     except PathNotFoundError as error:
+        # the programs in the sandbox print strerror(3)
         for number in (errno.EACCES, errno.EISDIR, errno.ENOENT):
             if os.strerror(number) in error.message:
                 raise OSError(number, os.strerror(number).lower(), file) from error

@@ -342,6 +342,7 @@ class _Collector:
                 path, is_directory=True
             )
         except PermissionError:
+            # the `.gitignore` above it cannot be read either
             is_ignored = False
         if not is_ignored:
             raise error

@@ -386,6 +386,7 @@ _NAME_LIMIT_BYTES = 4 * TREE_PATH_LIMIT_BYTES
 _STAMP = re.compile(
     rb"(?:\t| +)(?:\d\d)?\d\d-\d\d-\d\d(?: \d\d:\d\d:\d\d)?(?:\.\d+)?(?: [-+]\d\d:?\d\d)?$"
 )
+# as is_dev_null of apply.c: with white space after it
 NULL = re.compile(rb"/dev/null(?:[ \t\r]|$)")
 
 

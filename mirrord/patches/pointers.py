@@ -36,7 +36,9 @@ _LOG = re.compile(
     rb"(?m)^Submodule (.+) ([0-9a-f]{7,64})\.{2,3}([0-9a-f]{7,64})"
     rb"(?: \([a-z ]+\))?:?\r?\n(?:  [<>] [^\n]*\n)*"
 )
+# a line of the same formats for a work tree that was edited
 _DIRTY = re.compile(rb"(?m)^Submodule (.+) contains (?:modified|untracked) content\r?\n")
+# git has an id of zeros for the side that does not exist
 _NULL_ID = re.compile(rb"0{7,64}")
 
 

@@ -221,6 +221,7 @@ def _literal(data: bytes) -> bytes:
     return b"".join([*lines, b"\n"])
 
 
+# bytes that quote_c_style escapes: controls, the quote, the backslash, and all above ASCII
 _QUOTED = re.compile(rb'[\x00-\x1f"\\\x7f-\xff]')
 _ESCAPES = dict(zip(b'\a\b\t\n\v\f\r"\\', b'abtnvfr"\\', strict=True))
 

@@ -13,6 +13,7 @@ _EXTENDED = re.compile(
     rb"(?:old|new) mode |(?:new|deleted) file mode |(?:copy|rename) "
     rb"|(?:dis)?similarity index |index |--- |\+\+\+ "
 )
+# what the lines `---` and `+++` cannot say
 _NEEDS_GIT = re.compile(rb"(?:old|new) mode |(?:new|deleted) file mode |(?:copy|rename) ")
 _BINARY = b"GIT binary patch"
 _SIGNATURE = re.compile(rb"\d+\.\d+")  # below `-- ` at the end of a mail

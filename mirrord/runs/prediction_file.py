@@ -149,6 +149,7 @@ def _read_row(line: int, element: Element) -> Prediction | Fault:
     model = _first(value, _MODELS)
     try:
         content = b"" if is_empty else _content(patch.encode("utf-8", "surrogateescape"))
+    # a surrogate that stands for no byte
     except UnicodeEncodeError:
         return Fault(line, "its model_patch is not valid Unicode")
     return Prediction(line, instance, model if isinstance(model, str) else "", content)

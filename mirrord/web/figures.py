@@ -27,6 +27,7 @@ def owner(uid: int) -> str:
     """Return a user's name, or its uid. Blocks if names come from a network."""
     try:
         return pwd.getpwuid(uid).pw_name
+    # OverflowError: more than the 32 bits of a uid_t
     except (KeyError, OverflowError):
         return f"uid {uid}"
 

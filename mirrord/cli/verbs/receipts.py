@@ -95,6 +95,7 @@ def _parse(content: bytes) -> Receipt:
         is_whole = canonical(given) == canonical(value)
     except MalformedError:
         raise
+    # RecursionError: JSON that is nested deeper than Python's parser goes
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedError(f"it is not a receipt: {error}") from error
     if not is_whole:
