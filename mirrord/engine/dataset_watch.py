@@ -35,13 +35,13 @@ class DatasetWatch:
         """Start or stop watching, as the settings say."""
         is_wanted = self._settings().datasets.watch
         if is_wanted and self._watch is None:
-            known = {}
+            signatures = {}
             for dataset in await self._catalog.list_datasets():
                 path = self._directory / Path(dataset.source).name
                 signature = await anyio.to_thread.run_sync(signature_of, path)
                 if signature and signature.changed_at < dataset.imported_at.timestamp():
-                    known[path] = signature  # already imported in this state
-            self._watch = Watch(self._directory, is_complete_name, self._import, known=known)
+                    signatures[path] = signature  # already imported in this state
+            self._watch = Watch(self._directory, is_complete_name, self._import, known=signatures)
             await self._watch.open()
         elif not is_wanted:
             await self.close()
