@@ -29,6 +29,9 @@ TREE_PATH_LIMIT_BYTES = 3072  # PATH_MAX is 4,096, and includes the path of the 
 UNREAD_LIST = "not readable as a list of names, left empty"
 """The end of an instance's rule about a list of tests that could not be read: it is not empty."""
 
+FROM_IMAGE, FROM_IMAGE_HEAD = "from-image", "image-head"
+"""Owner of the mirrors of repositories in images, and the branch at the HEAD that an image has."""
+
 ENVIRONMENT_KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")  # a segment of a URL's path
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)

@@ -18,7 +18,7 @@ from .. import protocol
 from ..datasets.fields import MAPPING_LIMIT_BYTES, parse_mapping
 from ..datasets.formats import format_infos
 from ..datasets.service import DatasetFile
-from ..environments.images import ARCHIVES, REGISTRY
+from ..environments.images.importing import ARCHIVES, REGISTRY
 from ..errors import AccessError, InvalidRecipeError, InvalidRequestError, NotFoundError
 from ..model import DatasetName, View, parse_dataset_name, shown
 from ..places import read_workdir

@@ -22,6 +22,8 @@ from .unwrapping import (
     INSTANCE_DICT,
     Note,
     find_inner,
+    find_only_image,
+    unwrap_image,
     unwrap_inner,
     unwrap_nemo,
     unwrap_pro,
@@ -252,6 +254,11 @@ FORMATS = (
         "swe-bench", "SWE-bench, Lite, Verified", "environment_setup_commit",
         _has("environment_setup_commit"),
     ),
+    DatasetFormat(  # its columns come last: others have a repository, too
+        "image", "rows that name only an image",
+        "an image, and neither a repository nor a commit",
+        lambda row: find_only_image(row) is not None, unwrap=unwrap_image,
+    ),
     DatasetFormat(
         "swe-minisandbox", "custom rows of SWE-MiniSandbox",
         "image_name, and python_version or no base_commit", _is_sandbox,
@@ -272,6 +279,8 @@ FORMATS = (
 
 _UNWRAPPED = {"before_repo_set_cmd", "parsed_commit_content", "commit_hash", "repo_name"}
 _UNWRAPPED |= {
+    "image_url",
+    "instance_image_key",
     "responses_create_params",
     "instance",
     "extra_info",

@@ -13,15 +13,17 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import anyio
+import anyio.to_thread
 
 from ..catalog import ALL_COMMITS, PinRow
-from ..errors import MirrordError, StoppingError
+from ..errors import MirrordError, StoppingError, UpstreamNotFoundError
 from ..host.files import read_plain, sync_directory
 from ..jobs.operations import together
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.refs import write_durably
 from ..mirrors.service import Mirrors
-from ..model import CommitId, CommitRole, DatasetName, MirrorName
+from ..mirrors.upstreams.upstream import image_upstream
+from ..model import FROM_IMAGE, CommitId, CommitRole, DatasetName, MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 
@@ -110,6 +112,11 @@ async def _pin(
 ) -> PinOutcome:
     row = await mirrors.catalog.find_mirror(name.key) or await mirrors.add(name.repo, url)
     is_new = row.synced_at is None
+    if is_new and name.owner == FROM_IMAGE:
+        path = image_upstream(mirrors.settings(), row.name)
+        if not await anyio.to_thread.run_sync(path.exists):
+            fact = "its image was not imported: `mirrord environment build --dataset NAME --images`"
+            raise UpstreamNotFoundError(f"cannot sync mirror {row.name}: {fact}")
     if is_new:
         await mirrors.sync(row.name, sink)
     refused = await _ensure(mirrors, row.name, commits, revisions, sink)

@@ -5,11 +5,12 @@ Raises RowError if the row cannot be read. No I/O.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..model import shown
+from ..model import FROM_IMAGE, FROM_IMAGE_HEAD, shown
 from .fields import RawFields, RowError, find_value, full_commits, parse_json
 
 Note = Callable[[str], None]
@@ -149,6 +150,30 @@ def unwrap_nemo(row: RawFields, note: Note) -> RawFields:
         raise RowError(f"{INSTANCE_DICT} is not a JSON object")
     metadata = find_value(row, "responses_create_params.metadata")
     return {**(metadata if isinstance(metadata, Mapping) else {}), **inner}
+
+
+_IMAGES = ("image_name", "docker_image", "image", "image_url", "instance_image_key")
+_PLACED = ("repo", "repo_name", "base_commit", "org", "user")
+
+
+def find_only_image(row: RawFields) -> str | None:
+    """Return the image of a row that has neither a repository nor a commit."""
+    if not row.get("instance_id") or any(map(row.get, _PLACED)) or "task_folder" in row:
+        return None
+    return next((str(row[each]) for each in _IMAGES if isinstance(row.get(each), str)), None)
+
+
+def unwrap_image(row: RawFields, note: Note) -> RawFields:
+    """Name the mirror and base commit of a row with only an image: what that has, at its HEAD."""
+    image = find_only_image(row)
+    if not image:
+        raise RowError("it has neither repo nor an image")
+    note("repo and base_commit: those of the image")
+    # without commits: agents see the name of a mirror, and one of an image may be the fix
+    words = re.sub(r"[^a-z0-9.]+", "-", re.sub(r"[0-9a-f]{7,40}", "", image.lower()))[-60:]
+    name = f"{words.strip('-.')}-{hashlib.sha256(image.encode()).hexdigest()[:12]}".lstrip("-")
+    place = {"repo": f"{FROM_IMAGE}/{name}", "revision": FROM_IMAGE_HEAD}
+    return {**row, **place, "image_name": image}
 
 
 _SHAPE = ("instance_id", "repo", "base_commit")

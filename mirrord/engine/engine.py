@@ -26,7 +26,7 @@ from ..checkouts.volumes import Volumes
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..environments.building import Builds
-from ..environments.images import Images
+from ..environments.images.importing import Images
 from ..environments.leaks import Leaks
 from ..environments.probing import Probes
 from ..environments.service import Environments

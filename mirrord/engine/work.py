@@ -19,7 +19,7 @@ from ..audit.service import Audits
 from ..bundles.bundle_file import read_header
 from ..bundles.service import Bundles
 from ..datasets.service import DatasetFile, Datasets
-from ..environments.images import key_of_image
+from ..environments.images.importing import key_of_image
 from ..environments.service import Environments
 from ..errors import InstanceNotFoundError, InvalidRequestError
 from ..fleet import with_obstore
@@ -250,7 +250,9 @@ class BackgroundWork:
         async def run(progress: ProgressSink) -> Message:
             if rows is not None:
                 prepares = bool(request.names) or request.prewarm
-                return await self.environments.row_images.build(rows, prepares, progress)
+                return await self.environments.row_images.build(
+                    rows, prepares, request.jobs, progress
+                )
             return await self.environments.build(plans, refused, request.again, progress)
 
         subject = names or str(request.dataset)

@@ -34,7 +34,7 @@ from ..model import CommitId, EnvironmentName, MirrorName
 from ..seal.layers import LayerScan, ScannedLayer, as_paths, read_layer, scan_layers
 from ..templates.environments import EnvironmentStore
 from ..workers.coalesce import Coalescer, SharedWork
-from .layers import make_cover
+from .images.layers import make_cover
 
 # a million files are hashed in minutes
 _TIMEOUT = timedelta(hours=1)

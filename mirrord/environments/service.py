@@ -28,8 +28,9 @@ from ..protocol import Progress, ProgressSink, Recipe
 from ..templates.environments import EnvironmentRecord, not_found
 from ..workers.coalesce import Coalescer, SharedWork
 from .building import Builds, Plan, failed
-from .image_trees import ImageTrees, RowImages
-from .images import Images
+from .images.importing import Images
+from .images.rows import RowImages
+from .images.trees import ImageTrees
 from .leaks import Leaks
 from .recipes import checked, digest_of, key_of, recipes_of_toml
 from .requirements import expanded, reads_tree

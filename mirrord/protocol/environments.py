@@ -36,7 +36,8 @@ class BuildEnvironments(Request):
     A name is an instance, or the key of an imported recipe or an earlier build. Named instances get
     their prepared layer, too; those of a dataset with `prewarm`. `again` retries a failed build
     although nothing has changed. `frozen` ignores packages released after the instance's date. With
-    `images` the images that the rows name are imported; `image_name` is a template for their names.
+    `images` the images that the rows name are imported, `jobs` at a time; `image_name` is a
+    template for their names.
     """
 
     names: list[Word] = []
@@ -46,6 +47,7 @@ class BuildEnvironments(Request):
     frozen: bool = False
     images: bool = False
     image_name: Word | None = None
+    jobs: Annotated[int, Bounds(ge=1, le=64)] = 4
 
 
 class ImportImage(Request):

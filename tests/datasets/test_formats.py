@@ -90,6 +90,10 @@ DETECTED: dict[str, list[dict[str, Any]]] = {
         {**PLAIN, "patch": "d", "language": "go", **NEMO},
     ],
     "swe-smith": [SMITH, {**SMITH, "image_name": "x"}, {**SMITH, "base_commit": BASE}],
+    "image": [
+        {"instance_id": "x", "docker_image": "o/i", "base_commit": ""},
+        {"instance_id": "x", "image_url": f"docker://h/o/i:{GOLD}", "patch": "d"},
+    ],
     "swe-minisandbox": [
         {**PLAIN, "image_name": "x", "python_version": "3.9"},
         {"instance_id": BASE, "repo": "psf/requests", "image_name": "x"},
@@ -191,6 +195,21 @@ def test_a_custom_row_is_at_the_commit_that_its_id_is_and_has_a_python(case: Cas
     assert found["direction"] == "reverse"
     found = read_one(case, custom | PLAIN | {"python_version": "3.9", "direction": "forward"})
     assert (found["base"], found["python"], found["direction"]) == (BASE, "3.9", "forward")
+
+
+def test_a_row_with_only_an_image_has_the_mirror_of_that(case: Case) -> None:
+    """Named without commits, which may be the fix; the same for every row of the image."""
+    image = f"h/o/i:{GOLD}"
+    plain = read_one(case, {"instance_id": "x", "image_name": image})
+    inner = json.dumps({"instance_id": "y", "docker_image": image})
+    found = read_one(case, {"responses_create_params": {"metadata": {"instance_dict": inner}}})
+    assert (found["mirror"], found["base"], found["revision"]) == (
+        plain["mirror"],
+        None,
+        "image-head",
+    )
+    assert re.fullmatch(r"from-image__h-o-i-[0-9a-f]{12}", found["mirror"])
+    assert found["environment"] == image
 
 
 def test_columns_of_another_meaning_do_not_spoil_a_row(case: Case) -> None:

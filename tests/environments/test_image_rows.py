@@ -12,12 +12,14 @@ from pathlib import Path
 
 import images
 import pytest
-from gitrepos import Upstream
+from gitrepos import Upstream, git
 from image_bench import Bench, image_bench, static_registry
 from waiting import until
 
-from mirrord.errors import CancelledError
-from mirrord.protocol import BuildReport
+from mirrord import Sandbox
+from mirrord.environments.images.upstreams import find_repository
+from mirrord.errors import CancelledError, InvalidImageError
+from mirrord.protocol import BuildReport, DatasetImported
 from mirrord.sandbox.box import find_obstacle
 
 MISSING = [name for name in ("skopeo", "umoci") if not shutil.which(name)]
@@ -53,6 +55,64 @@ def test_a_cancelled_import_continues_with_what_it_has(bench: Bench, tmp_path: P
         assert bench.imported(source, "cut").failed == []
         assert served.asked[first] == 1
     bench.remove("cut")
+
+
+def test_a_row_with_only_an_image_has_a_mirror_of_its_repository(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """The HEAD in the image is the base commit; what its remotes have is later, and hidden."""
+    upstream = Upstream(tmp_path / "up")
+    past, base, later = [upstream.commit({"x": f"{number}\n"}) for number in range(3)]
+    root = images.root(tmp_path / "root")
+    subprocess.run(["git", "clone", "-q", upstream.path, root / "app"], check=True)
+    git(root / "app", "checkout", "--quiet", base)
+    git(root / "app", "branch", "--quiet", "-D", "main")
+    (root / "app/built").write_text("built")
+    images.oci(tmp_path / "i", [images.layer([], above=root)], {"WorkingDir": "/app"})
+    row = json.dumps({"instance_id": "only-1", "docker_image": "o/i", "problem_statement": "p"})
+    ended = bench.client.wait(bench.client.import_dataset([row.encode()], name="only"))
+    (refused,) = DatasetImported.from_json(ended.result).dataset.unpinned
+    assert "environment build" in refused.reason
+    with static_registry(tmp_path / "i") as served:
+        for _ in range(2):
+            told = bench.client.wait(
+                bench.client.build_environments(
+                    "only-1", images=True, image_name=f"docker://{served.host}/{{image}}:latest"
+                )
+            )
+            report = BuildReport.from_json(told.result)
+            assert (report.failed, report.prepared) == ([], [base])
+    (mirror,) = [each for each in bench.client.list_mirrors() if each.name.startswith("from-image")]
+    with bench.client.checkout(f"{mirror.name}@from-image/remotes/origin/main") as known:
+        assert known.commit == later
+    with (
+        bench.client.checkout("only-1", environment="auto", owner=AGENT) as checkout,
+        Sandbox(checkout) as sandbox,
+    ):
+        assert (checkout.commit, bench.client.get_seal(checkout.id).sealed) == (base, True)
+        said = sandbox.exec(f"cat x built; echo; git log --format=%H; git cat-file -e {later}")
+        assert said.stdout.decode().split() == ["1", "built", base, past]
+        assert said.exit_code
+    (prepared,) = bench.client.get_environment(report.ready[0]).prepared
+    assert prepared.findings == []
+    bench.remove(report.ready[0])
+
+
+@pytest.mark.parametrize(
+    ("tree", "repositories", "told"),
+    [
+        ("/app", ["/app", "/opt/x"], "/app"),
+        ("/srv", [], "it has no repository"),
+        ("/srv", ["/a", "/b"], "it has 2 repositories, and none at /srv: /a, /b"),
+    ],
+)
+def test_the_repository_of_an_image_is_found_or_asked_for(
+    tree: str, repositories: list[str], told: str
+) -> None:
+    try:
+        assert find_repository({"tree": tree, "repositories": repositories}) == told
+    except InvalidImageError as error:
+        assert error.message.endswith(told)
 
 
 def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> None:

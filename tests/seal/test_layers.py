@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from gitrepos import Upstream, git
 
-from mirrord.environments.layers import make_cover
+from mirrord.environments.images.layers import make_cover
 from mirrord.host.files import make_whiteout
 from mirrord.model import CommitId
 from mirrord.seal.layers import LayerScan, ScannedLayer, as_paths, read_layer, scan_layers

@@ -29,7 +29,7 @@ from mirrord.config import Settings
 from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.engine.composition import compose_checkouts
 from mirrord.environments.building import Builds
-from mirrord.environments.images import Images
+from mirrord.environments.images.importing import Images
 from mirrord.environments.leaks import Leaks
 from mirrord.environments.probing import Probes
 from mirrord.environments.service import Environments

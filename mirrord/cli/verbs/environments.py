@@ -10,7 +10,7 @@ from ...errors import UsageError
 from ...model import shown
 from ...protocol import BuildReport, Environment
 from ..output import count, facts_of, listing, short, size
-from ..session import Argument, NoWait, Option, Session
+from ..session import Argument, NoWait, Option, Session, read_jobs
 from ..waiting import conclude, exit_as, watching
 
 _NAME_HELP = "KEY, or KEY@ and the first digits of the digest."
@@ -32,6 +32,7 @@ def build(
     image_name: Annotated[
         str | None, Option("How images are named, with {image} or {id}.", "TEMPLATE")
     ] = None,
+    jobs: Annotated[str, Option("Images to import at a time.", "N")] = "4",
     no_wait: NoWait = False,
 ) -> None:
     """Only missing environments are built. A named instance is also prepared: the install command
@@ -44,7 +45,7 @@ def build(
         raise UsageError("cannot build: nothing is named", hint="name instances, or add --dataset")
     operation = session.client.build_environments(
         *names, dataset=dataset, prewarm=prewarm, again=again, frozen=frozen,
-        images=images or image_name is not None, image_name=image_name,
+        images=images or image_name is not None, image_name=image_name, jobs=read_jobs(jobs),
     )  # fmt: skip
     report = conclude(session, operation, no_wait, BuildReport, _build_lines)
     for failure in report.failed if report else ():

@@ -347,16 +347,18 @@ class Client:
         frozen: bool = False,
         images: bool = False,
         image_name: str | None = None,
+        jobs: int = 4,
     ) -> protocol.Operation:
         """Build missing environments of instances, keys or a dataset.
 
         The operation's result is a BuildReport. Named instances get a prepared layer; with
         `prewarm` so does every instance of the dataset. `again` retries failed builds; `frozen`
         uses no packages newer than the instance. `images` imports the images that the rows name,
-        by the template `image_name` if given.
+        `jobs` at a time, by the template `image_name` if given.
         """
-        members = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
-        members |= {"frozen": frozen, "images": images, "image_name": image_name}
+        members: dict[str, Any] = {"names": list(names), "dataset": dataset, "jobs": jobs}
+        members |= {"prewarm": prewarm, "again": again, "frozen": frozen}
+        members |= {"images": images, "image_name": image_name}
         return self._start(protocol.BuildEnvironments, "environments", **members)
 
     def import_recipes(self, file: Path | str) -> list[protocol.Recipe]:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -26,7 +27,7 @@ from ...errors import (
     UpstreamUnavailableError,
 )
 from ...git.configuration import Remote
-from ...model import MirrorName, shown
+from ...model import FROM_IMAGE, MirrorName, shown
 from ...telemetry import mask_url, without_userinfo
 from ...units import Backoff
 
@@ -55,8 +56,15 @@ def upstream_url(template: str, name: MirrorName) -> str:
     return template.replace("{owner}", name.path).replace("{name}", name.name)
 
 
+def image_upstream(settings: Settings, name: MirrorName) -> Path:
+    """Return where the repository of an image is, whose mirror has this name."""
+    return settings.state_dir / "environments/repositories" / name.key
+
+
 def default_url(settings: Settings, name: MirrorName) -> str:
     """Return the URL of the mirror's [[mirror]] table, or else the one that `url` makes."""
+    if name.owner == FROM_IMAGE:
+        return str(image_upstream(settings, name))
     own = (m.url for m in settings.mirror if m.url and MirrorName.parse(m.repo).key == name.key)
     return next(own, None) or upstream_url(settings.upstream.url, name)
 

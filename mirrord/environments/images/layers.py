@@ -17,10 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, cast
 
-from ..errors import InvalidImageError, full_disk_named
-from ..host.files import entries_in, make_whiteout, open_child, open_directory, open_plain, opened
-from ..model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
-from ..templates.environments import FILES_LIMIT
+from ...errors import InvalidImageError, full_disk_named
+from ...host.files import entries_in, make_whiteout, open_child, open_directory, open_plain, opened
+from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
+from ...templates.environments import FILES_LIMIT
 
 _PIECE = 1 << 18
 # as Go's reader of archives; Python's would read a header of any size into memory
@@ -102,7 +102,7 @@ def list_layer(blob: Path, diff_id: str, limit_bytes: int) -> Listing:
 def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
     files = size_bytes = 0
     removed, opaque, repositories = [], [], set()
-    links, seen = set[str](), set[int]()  # hashes: there may be a million paths
+    links = set[str]()
     kept: list[tarfile.TarInfo] = archive.members  # type: ignore[attr-defined]
     for member in archive:
         kept.clear()  # else it keeps them all, a million of them
@@ -116,10 +116,8 @@ def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
             raise _refused(f"the path {shown(path)}, below the link {shown(link)}")
         if member.issym():
             links.add(path)
-        if not member.isdir():
-            if not path or hash(path) in seen:
-                raise _refused(f"the path {shown(path)} twice" if path else "a root of its own")
-            seen.add(hash(path))
+        if not path and not member.isdir():
+            raise _refused("a root of its own")
         if size_bytes > limit_bytes:
             raise _refused("more bytes unpacked than `[environments] image_bytes` allows")
         above, name = os.path.split(path)

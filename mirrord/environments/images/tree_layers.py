@@ -17,15 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import MirrordError, full_disk_named
-from ..git.command import run_git_sync
-from ..git.objects.trees import make_repository
-from ..host.files import make_whiteout, read_plain
-from ..host.trash import remove_tree
-from ..model import CommitId
-from ..protocol import RootLeak
-from ..quoting import encode_name
-from ..seal.scan import scan_root
+from ...errors import MirrordError, full_disk_named
+from ...git.command import run_git_sync
+from ...git.objects.trees import make_repository
+from ...host.files import make_whiteout, read_plain
+from ...host.trash import remove_tree
+from ...model import CommitId
+from ...protocol import RootLeak
+from ...quoting import encode_name
+from ...seal.scan import scan_root
 
 _GIT = ".git"
 _STORED = ("HEAD", "packed-refs", "refs", "objects", "shallow")  # and nothing that configures git
@@ -67,7 +67,7 @@ def write_tree_layer(order: Order) -> Written:
 
     Raises DiskFullError, and what the scan of `verify-seal --root` raises.
     """
-    stack = [directory for layer in order.stack if (directory := _directory_in(layer, order.tree))]
+    stack = [directory for layer in order.stack if (directory := directory_in(layer, order.tree))]
     try:
         with full_disk_named("a layer of an image's tree"):
             base = _list_tree(order.mirror, order.commit)
@@ -86,7 +86,7 @@ def write_tree_layer(order: Order) -> Written:
     return Written(writer.changed, head, writer.kept_back, findings)
 
 
-def _directory_in(layer: Path, path: str) -> Path | None:
+def directory_in(layer: Path, path: str) -> Path | None:
     """Return a directory of a layer; None if a link or nothing is there."""
     directory = layer
     for name in filter(None, path.split("/")):
@@ -138,7 +138,9 @@ def _read_head(
             return head, base
         for git_dir in (order.mirror, repository):
             with suppress(MirrordError):
-                return head, _list_tree(git_dir, CommitId(head))
+                other = _list_tree(git_dir, CommitId(head))
+                # a commit of a shallow repository has another id in the mirror, and equal files
+                return (order.commit if other == base else head), other
         return head, None
     return None, None
 

@@ -17,6 +17,7 @@ import platform
 import re
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,19 +28,19 @@ from typing import Any, NamedTuple
 import anyio
 import anyio.to_thread
 
-from .. import errors, protocol
-from ..errors import InvalidImageError, full_disk_named
-from ..host.children import NOTHING, Child, start
-from ..host.files import read_plain
-from ..jobs.operations import together
-from ..jsontext import loads
-from ..mirrors.service import Mirrors
-from ..model import ENVIRONMENT_KEY, EnvironmentName, shown
-from ..places import TESTBED, read_workdir
-from ..protocol import Progress, ProgressSink
-from ..templates.environments import RECORD, EnvironmentStore
+from ... import errors, protocol
+from ...errors import InvalidImageError, full_disk_named
+from ...host.children import NOTHING, Child, start
+from ...host.files import read_plain
+from ...jobs.operations import together
+from ...jsontext import loads
+from ...mirrors.service import Mirrors
+from ...model import ENVIRONMENT_KEY, EnvironmentName, shown
+from ...places import TESTBED, read_workdir
+from ...protocol import Progress, ProgressSink
+from ...templates.environments import RECORD, EnvironmentStore
+from ..recipes import COMMIT, slug
 from .layers import Listing, User, find_links, find_user, finish_layer, list_layer, make_cover
-from .recipes import COMMIT, slug
 
 _FETCH_TIMEOUT = timedelta(hours=6)
 # 450 MB take umoci 9 s
@@ -82,7 +83,10 @@ class Images:
     place: Path
     store: EnvironmentStore
     mirrors: Mirrors
-    _turn: anyio.Lock = field(default_factory=anyio.Lock)
+    # two imports would unpack a layer that they share at the same place
+    _unpacking: anyio.Lock = field(default_factory=anyio.Lock)
+    _fetching: dict[str, anyio.Lock] = field(default_factory=lambda: defaultdict(anyio.Lock))
+    _running: int = 0
 
     async def add(
         self, request: protocol.ImportImage, upload: Path | None, progress: ProgressSink
@@ -94,22 +98,11 @@ class Images:
                 f"cannot name an environment {shown(key)}: a key has a-z, 0-9, '.', '_' and '-'",
                 hint="name one with --key",
             )
-        async with self._turn:
-            await self.mirrors.room.ensure("import an image")
-            began = time.time()
-            self.mirrors.events.publish("environment.started", key=key, digest="")
-            content: dict[str, Any] = {"key": key, "source": request.source, "recipe": None}
-            content |= {"mirror": None, "commit": None, "interpreter": None, "tail": []}
-            try:
-                async with self._fetched(request.source, upload, progress) as fetched:
-                    content |= await self._unpacked(fetched, request, progress)
-                content |= {"state": "ready", "error": None}
-            except InvalidImageError as error:
-                content |= {"state": "failed", "error": error.message.partition(": ")[2]}
-                text = json.dumps([key, request.source])
-                content["digest"] = hashlib.sha256(text.encode()).hexdigest()
-            content |= {"at": time.time(), "duration_s": round(time.time() - began, 3)}
-            await self._publish(content)
+        self._running += 1
+        try:
+            content = await self._add(key, request, upload, progress)
+        finally:
+            self._running -= 1
         name = str(EnvironmentName(key, content["digest"]))
         if content["error"]:
             detail = f"cannot import image {request.source}: {content['error']}"
@@ -117,10 +110,34 @@ class Images:
             return protocol.BuildReport(ready=[], failed=[failure])
         return protocol.BuildReport(ready=[name])
 
-    async def _publish(self, content: dict[str, Any]) -> None:
+    async def _add(
+        self, key: str, request: protocol.ImportImage, upload: Path | None, progress: ProgressSink
+    ) -> dict[str, Any]:
+        """Fetch, unpack and publish an image; return the facts of its record."""
+        await self.mirrors.room.ensure("import an image")
+        began = time.time()
+        self.mirrors.events.publish("environment.started", key=key, digest="")
+        content: dict[str, Any] = {"key": key, "source": request.source, "recipe": None}
+        content |= {"mirror": None, "commit": None, "interpreter": None, "tail": []}
+        try:
+            async with self._fetched(request.source, upload, progress) as fetched, self._unpacking:
+                content |= await self._unpacked(fetched, request, progress)
+                content |= {"state": "ready", "error": None}
+                # before others sweep, to whom its layers would have no image
+                await self._publish(content, began)
+        except InvalidImageError as error:
+            content |= {"state": "failed", "error": error.message.partition(": ")[2]}
+            text = json.dumps([key, request.source])
+            content["digest"] = hashlib.sha256(text.encode()).hexdigest()
+            async with self._unpacking:
+                await self._publish(content, began)
+        return content
+
+    async def _publish(self, content: dict[str, Any], began: float) -> None:
         """Make the environment of a record; nothing changes where it exists. A failure goes with
         the next import of the key.
         """
+        content |= {"at": time.time(), "duration_s": round(time.time() - began, 3)}
         digest, is_ready = content["digest"], content["state"] == "ready"
         for record in list(self.store.iter_records(content["key"])):
             if "image" not in record.facts and record.facts["recipe"] is None:
@@ -156,17 +173,22 @@ class Images:
 
     def sweep(self) -> None:
         """Remove the layers that no image has, unless an import may be about to use them."""
-        if not self._turn.locked():
+        if not self._running:
             self.store.sweep_layers()
 
     def drop_unused(self) -> None:
-        """Remove what imports that failed have fetched and unpacked, unless one runs."""
+        """Remove what imports that failed have fetched and unpacked, unless one runs; also the
+        repositories of images whose mirrors are gone.
+        """
         self.mirrors.trash.add(*self.fetched())
+        named = {name.key for name in self.mirrors.names()}
+        places = (self.place / "repositories").glob("[!.]*")
+        self.mirrors.trash.add(*(path for path in places if path.name not in named))
         self.sweep()
 
     def fetched(self) -> list[Path]:
         """Return what imports that failed have fetched; nothing while one runs."""
-        return sorted((self.place / "images").glob("*")) if not self._turn.locked() else []
+        return sorted((self.place / "images").glob("*")) if not self._running else []
 
     # -- fetching ----------------------------------------------------------------------------------
 
@@ -179,15 +201,17 @@ class Images:
         """
         progress(Progress(done=0, unit="layers", note=f"fetching {source}"))
         if source.startswith(REGISTRY):
-            place = self.place / "images" / hashlib.sha256(source.encode()).hexdigest()[:32]
-            await anyio.to_thread.run_sync(lambda: place.mkdir(0o700, True, True))
-            await self._copy(source, place)
-            try:
-                yield place
-            except InvalidImageError:
+            name = hashlib.sha256(source.encode()).hexdigest()[:32]
+            place = self.place / "images" / name
+            async with self._fetching[name]:
+                await anyio.to_thread.run_sync(lambda: place.mkdir(0o700, True, True))
+                await self._copy(source, place)
+                try:
+                    yield place
+                except InvalidImageError:
+                    await anyio.to_thread.run_sync(shutil.rmtree, place, True)
+                    raise
                 await anyio.to_thread.run_sync(shutil.rmtree, place, True)
-                raise
-            await anyio.to_thread.run_sync(shutil.rmtree, place, True)
             return
         async with self.mirrors.quarantine.directory("image") as place:
             kind, _, name = source.partition(":")
