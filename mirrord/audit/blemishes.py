@@ -61,6 +61,7 @@ def _trace(
     listing = run_git(
         git_dir, "look for the commits with an object",
         # -m: log shows no differences of merges without it; -t: fsck refuses trees, too
+        # quotePath: bytes above 127 in names would be printed in octal
         "-c", "core.quotePath=false", "log", "--all", "--format=commit %H %T", "-m", "-t", "--raw",
         "--no-abbrev", "--no-renames", *finds,
     ) if oids else None  # fmt: skip

@@ -118,6 +118,7 @@ class ReadinessCount:
         async with self._lock:
             if self._is_fresh():
                 return False
+            # before the count: what changes meanwhile is counted again
             seen = self._changes()
             try:
                 with anyio.move_on_after(_PATIENCE_S):

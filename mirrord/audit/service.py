@@ -116,6 +116,7 @@ class Audits:
             id=begun[0].audit_id if begun else secrets.token_hex(8),
             started_at=begun[0].started_at if begun else utc_now(),
         )  # fmt: skip
+        # first the mirrors that were never judged, then those judged longest ago
         position = {row.key: number for number, row in enumerate(past)}
         names = sorted(recorded, key=lambda name: (position.get(name.key, -1), name.key))
         parts = {row.key: row.part for row in begun}
@@ -246,6 +247,7 @@ class Audits:
         if heal and self.repair and not is_sound(judged):
             before = judged.examined.verdicts
             repair = await self.repair(judged, run.progress)
+            # a quick look does not see whether everything is there again
             deeper = max(run.level, AuditLevel.CLOSURE, key=list(AuditLevel).index)
             judged = await self._examine(name, dataset, deeper)
             bad = [oid for oid in before if before[oid].state is not CommitState.OK]

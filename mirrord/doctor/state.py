@@ -32,6 +32,7 @@ def state_dir(settings: Settings) -> Result:
 def parents(settings: Settings) -> Result:
     """Check who may rename a parent, and so replace the whole state directory."""
     modes = [(parent, parent.stat().st_mode) for parent in existing(settings.state_dir).parents]
+    # in a sticky directory nobody renames what is another's
     unsafe = [str(path) for path, mode in modes if mode & 0o022 and not mode & stat.S_ISVTX]
     fact = f"others may write to {', '.join(unsafe)}" if unsafe else "writable by their owners only"
     remedy = "move state_dir below directories that only root or its owner may write to"

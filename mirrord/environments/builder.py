@@ -188,6 +188,7 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
         "UV_NO_PROGRESS": "1",
         # no command but `uv python install` fetches a Python
         "UV_PYTHON_DOWNLOADS": "manual",
+        # uv's own Pythons are marked as managed from outside (PEP 668)
         "UV_BREAK_SYSTEM_PACKAGES": "1",
         "UV_CACHE_DIR": f"{_CACHE}/uv",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -220,6 +221,7 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
 def run(order: Order, connection: socket.socket) -> dict[str, Any]:
     """Run the steps of an order; return the last line of the answer."""
 
+    # the thread that watches the bounds says something, too
     lock = threading.Lock()
 
     def say(text: str) -> None:

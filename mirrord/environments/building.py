@@ -76,6 +76,7 @@ class BuildLog:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
+        # preparations continue the log of the build, within its bound
         self._left = _LOG_BYTES - file.tell()
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
 

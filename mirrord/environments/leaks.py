@@ -213,6 +213,7 @@ def _make_cover(above: Path, paths: Sequence[str], below: Sequence[Path]) -> str
     if not paths:
         return None
     digest = hashlib.sha256("\0".join(paths).encode(errors="surrogateescape")).hexdigest()
+    # the pid, because another worker may make the same cover
     name, new = f"cover-{digest[:16]}", above / f".building-cover-{os.getpid()}"
     if not (above / name).exists():
         remove_tree(new)

@@ -35,7 +35,9 @@ MARKER = "mirrord-probe: "
 _TREE = os.getcwd()
 _MEMORY, _SECONDS = 2 << 30, 60
 _READ_BYTES = 1 << 20
+# `site` imports them where they exist
 _STARTUP = ("sitecustomize", "usercustomize")
+# in the order in which Python tries them
 _LOADERS = (
     (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
     (machinery.SourceFileLoader, machinery.SOURCE_SUFFIXES),
@@ -263,6 +265,7 @@ def _base_of(path: str) -> tuple[str, list[str]]:
     """Return the directory that pytest puts on the path for a file, and the module's names."""
     above, names = os.path.dirname(path), [_plain_name(path)]
     while os.path.isfile(os.path.join(above, "__init__.py")):
+        # as pytest: what cannot be written in an import is no package
         if not os.path.basename(above).isidentifier() or above == _TREE:
             break
         names.insert(0, os.path.basename(above))
@@ -426,6 +429,7 @@ def _version() -> str:
 
 
 def main() -> None:
+    # what is parsed is an agent's, and may be made to take any memory or time
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
     with open(sys.argv[1], encoding="utf-8") as file:

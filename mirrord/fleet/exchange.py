@@ -129,6 +129,7 @@ class Exchange:
         with low_priority():
             made = await repository.run(
                 # git 2.41 writes a .rev file beside each pack, which is not published
+                # --non-empty: refs may have moved to objects that are there
                 "-c", "pack.writeReverseIndex=false", "pack-objects", "--revs", "--non-empty",
                 "--delta-base-offset", "-q", str(directory / "published"),
                 stdin=lines_of(revisions),

@@ -410,6 +410,7 @@ class Rounds:
             return _NEVER_FOUND_INTERVAL
         failures = await self.catalog.count_failures(hold.claim.key)
         asked = error.facts.get("retry_after_s") if isinstance(error, errors.MirrordError) else None
+        # beyond 16 it is above any interval, and at last more than a timedelta holds
         pause: timedelta = min(_RETRY * 2.0 ** min(failures, 16), interval)
         return max(pause, timedelta(seconds=asked or 0))
 

@@ -342,6 +342,7 @@ class Heals:
         seen: set[str] = set()
         for audit in await self.catalog.list_audits():
             unhealed = _unhealed_mirrors(audit)
+            # the newest audit of a mirror counts
             for mirror in unhealed.keys() - seen:
                 if unhealed[mirror]:
                     name = MirrorName.parse(mirror)

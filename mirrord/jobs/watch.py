@@ -93,6 +93,7 @@ class Watch:
         while True:
             with anyio.move_on_after(self._interval_s):
                 await self._woken.wait()
+            # before the look: what changes during it is looked at again
             self._woken.clear()
             pending = await self._unhandled()
             while pending:

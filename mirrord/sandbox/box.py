@@ -165,6 +165,7 @@ class Box:
             given: list[int] = list(options.pop("pass_fds", ()))
             host = self._root(self.image) if self.image else self._host()
             arguments = [*self._namespaces(), *host, *self._own()]
+            # the root of an image is on the disk, where a file would stay
             how = "--ro-bind-data" if self.image else "--file"
             for path, content in self._files():
                 mode = "0555" if content.startswith(b"#!") else "0444"

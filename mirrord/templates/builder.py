@@ -315,6 +315,7 @@ class StoreBuilder:
                 if composition and composition.tree
                 else "",
             )
+            # last, because a store is known by its record
             disk.save(store)
             self._stats[target] = disk.stats_of(store)
             self._note(store)
@@ -396,6 +397,7 @@ class StoreBuilder:
         return _StoreFiles(head, resolved.tree, [pack], [])
 
 
+# of the tree and its time alone, so that each daemon makes the same commit
 _SQUASHED = """tree {tree}
 author mirrord <mirrord@localhost> {time} +0000
 committer mirrord <mirrord@localhost> {time} +0000

@@ -90,6 +90,7 @@ class Tags:
 def packed_refs(tags: Collection[Tag]) -> bytes:
     """Return the packed-refs file of a sealed checkout."""
     lines = [tag.commit.encode() + b" " + tag.ref + b"\n" for tag in sorted(tags)]
+    # git peels none of them then: no ref of a store names a tag object
     return b"# pack-refs with: peeled fully-peeled sorted \n" + b"".join(lines)
 
 

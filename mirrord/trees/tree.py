@@ -109,6 +109,7 @@ def move(
             after = conversions_for(
                 objects, files | {entry.path: unrecorded(entry) for entry in new}
             )
+            # they decide about files that did not change, too
             if any(is_attributes(step.path) for step in steps):
                 new += reconverted(objects, manifest, after, files)
             written = write_entries(partial(read_object, objects, after), new, writer)

@@ -87,6 +87,7 @@ def list_layer(blob: Path, diff_id: str, limit_bytes: int) -> Listing:
         hashed = _Hashed(stream, limit_bytes + FILES_LIMIT * 1024)
         try:
             readable = cast("IO[bytes]", hashed)  # only `read` is called
+            # `r|` seeks nowhere, so each byte passes the digest once
             with tarfile.open(fileobj=readable, mode="r|", tarinfo=_Header) as archive:
                 listing = _listed(archive, limit_bytes)
             # the digest is also of what follows the end of the archive
@@ -166,6 +167,7 @@ def finish_layer(root: Path, listing: Listing, below: Sequence[Path]) -> dict[st
     dropped: Counter[str] = Counter()
     with full_disk_named("a layer of an image"), opened(open_directory(root)) as top:
         os.fchmod(top, 0o755)
+        # before the whiteouts, which are devices too
         _strip(top, dropped)
         hidden = [path for directory in listing.opaque for path in _hidden(root, directory, below)]
         for path in [*listing.removed, *hidden]:
@@ -186,6 +188,7 @@ def make_cover(root: Path, paths: Sequence[str], below: Sequence[Path]) -> None:
             if _shown(path, below) is not None:
                 _remove(top, path)
                 directories |= dict.fromkeys(_above(path))
+    # last, because each new name changes the mtime
     for path in directories:
         if (like := _shown(path, below)) is not None:
             os.chmod(root / path, stat.S_IMODE(like.st_mode))
