@@ -557,7 +557,7 @@ class Mirrors(Inventory):
             recorded = await read_record(repository, record.id)
             present, why = await repository.all_refs(), f"restore {record.id[:12]}"
             refs, head = recorded.followed, recorded.head
-            changes, _ = await move_refs(repository, present, refs, head, why=why)
+            changes = (await move_refs(repository, present, refs, head, why=why)).changes
             await claim.publish(repository)
             columns = await columns_of(repository, row.history)
             await self.catalog.update_mirror(row.name.key, **columns)

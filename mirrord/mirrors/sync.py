@@ -10,7 +10,8 @@ Where upstream cannot give the objects of some refs, those refs become faults an
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from .. import errors
 from ..errors import MirrordError, TransferBrokenError, UpstreamLossError
@@ -64,46 +65,63 @@ async def sync(
     parentless = await _fetch_parentless(fetcher, failed, earlier)
     if offer.refs and not parentless and len(failed) == len(set(offer.refs.values())) and not old:
         raise next(iter(failed.values()))
+    asked = {oid: it.asked_at for oid, it in earlier.items()} if must_rest else {}
+    faults = [*offer.faults, *_as_faults(offer, failed, asked, parentless)]
+    target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
+    target |= _held_back(old, target, faults)
+    moved = await move_refs(
+        repository, present, target, offer.head,
+        why="sync, loss accepted" if accept_loss else "sync", keep=parentless.values(),
+    )  # fmt: skip
+    return Synced(
+        mirror=str(repository.name),
+        changed=bool(moved.changes),
+        summary=refs.summarise(moved.changes),
+        ref_count=len(target),
+        kept_count=moved.kept_count,
+        default_branch=moved.head.removeprefix("refs/heads/") if moved.head else None,
+        changes=moved.changes[:1000],
+        faults=faults,
+        redirected_to=offer.redirected_to,
+    )
+
+
+def _as_faults(
+    offer: refs.Offer,
+    failed: Mapping[str, MirrordError],
+    asked: Mapping[str, datetime | None],
+    parentless: Mapping[str, CommitId],
+) -> list[RefFault]:
+    """Return a fault for each ref that failed; one of `asked` was not asked for this time."""
     now = utc_now()
-    faults = [
+    return [
         RefFault(
             ref=ref,
             commit=oid,
             reason=failed[oid].message,
             code=failed[oid].code,
-            asked_at=earlier[oid].asked_at if must_rest and oid in earlier else now,
+            asked_at=asked.get(oid, now),
             parentless=parentless.get(oid),
         )
         for ref, oid in offer.refs.items()
         if oid in failed
     ]
-    target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
-    strange = [fault.ref for fault in offer.faults if fault.code == _NO_COMMIT]
-    unfetched = [ref for ref, oid in offer.refs.items() if oid in failed]
-    if unfetched := [ref for ref in (*unfetched, *strange) if ref in old]:
-        # a ref whose new objects did not arrive stays, unless another ref took its place
-        directories = {directory for ref in target for directory in refs.directories_of(ref)}
-        for ref in unfetched:
-            if ref not in directories and target.keys().isdisjoint(refs.directories_of(ref)):
-                target[ref] = old[ref]
-    why = "sync, loss accepted" if accept_loss else "sync"
-    changes, head = await move_refs(
-        repository, present, target, offer.head, why=why, keep=parentless.values()
-    )
-    kept = {ref for ref in present if ref.startswith(KEPT)}
-    kept |= {f"{KEPT}{change.old}" for change in changes if change.kept}
-    kept |= {f"{KEPT}{oid}" for oid in parentless.values()}
-    return Synced(
-        mirror=str(repository.name),
-        changed=bool(changes),
-        summary=refs.summarise(changes),
-        ref_count=len(target),
-        kept_count=len(kept),
-        default_branch=head.removeprefix("refs/heads/") if head else None,
-        changes=changes[:1000],
-        faults=[*offer.faults, *faults],
-        redirected_to=offer.redirected_to,
-    )
+
+
+def _held_back(old: Refs, arrived: Refs, faults: Iterable[RefFault]) -> Refs:
+    """Return the refs that stay, as their new objects did not arrive and no ref took their place.
+
+    A fault without a code is of a name that the mirror cannot hold.
+    """
+    lacking = [fault.ref for fault in faults if fault.code and fault.ref in old]
+    if not lacking:  # an upstream may have 100,000 refs
+        return {}
+    directories = {directory for ref in arrived for directory in refs.directories_of(ref)}
+    return {
+        ref: old[ref]
+        for ref in lacking
+        if ref not in directories and arrived.keys().isdisjoint(refs.directories_of(ref))
+    }
 
 
 def _must_rest(offer: refs.Offer, old: Refs, earlier: Collection[RefFault]) -> bool:
@@ -258,6 +276,14 @@ def must_not_vanish(name: MirrorName, old: Refs, offer: refs.Offer) -> None:
     )
 
 
+class Moved(NamedTuple):
+    """What a move of refs did: the differences, the target of HEAD, how many tips are kept."""
+
+    changes: list[RefChange]
+    head: str | None
+    kept_count: int
+
+
 async def move_refs(
     repository: Repository,
     present: Refs,
@@ -266,34 +292,32 @@ async def move_refs(
     *,
     why: str,
     keep: Iterable[str] = (),
-) -> tuple[list[RefChange], str | None]:
+) -> Moved:
     """Move the refs that follow upstream, and HEAD, to `target`, in one transaction.
 
     Keeps the tips that they leave, and the commits of `keep`, and records the move; writes nothing
-    where nothing moves.
-    Returns the changes and the target of HEAD: the wanted one, or else one that exists.
+    where nothing moves. HEAD gets the wanted branch, or else one that exists.
     """
     changes = await refs.classify(repository, refs.compare(refs.followed_refs(present), target))
     now = await repository.head()
     branches = sorted(ref for ref in target if ref.startswith("refs/heads/"))
     choices = (wanted_head, now, "refs/heads/main", "refs/heads/master", *branches)
     head = next((ref for ref in choices if ref in target), None)
-    kept_refs = {f"{KEPT}{oid}": oid for oid in keep}
+    left = [change.old for change in changes if change.kept and change.old]
+    kept_refs = {f"{KEPT}{oid}": oid for oid in (*keep, *left)}
+    kept = {ref.removeprefix(KEPT) for ref in (*present, *kept_refs) if ref.startswith(KEPT)}
+    moved = Moved(changes, head, len(kept))
     if not changes and head in {None, now} and kept_refs.keys() <= present.keys():
-        return changes, head
+        return moved
     moves: refs.Moves = {change.ref: (change.old, change.new) for change in changes}
-    kept_refs |= {
-        f"{KEPT}{change.old}": change.old for change in changes if change.kept and change.old
-    }
     moves |= {ref: (None, oid) for ref, oid in kept_refs.items() if ref not in present}
     parent = present.get(HISTORY)
     # with those that only the last record has, so that audits miss a kept ref removed by hand
     last = await read_last(repository, parent)
-    kept = {ref.removeprefix(KEPT) for ref in [*present, *moves] if ref.startswith(KEPT)}
     record = await write_record(
         repository, target, head, changes,
         kept=last.kept | kept, parents=[parent] if parent else [], why=why, last=last,
     )  # fmt: skip
     moves[HISTORY] = (parent, record)
     await refs.commit(repository, moves, head if head != now else None)
-    return changes, head
+    return moved
