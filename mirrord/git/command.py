@@ -124,42 +124,25 @@ class Git:
         stderr, unless `ends_with` is one of its lines.
         """
         doing = doing or f"run git {args[0]}"
-        stdout, stderr = bytearray(), StderrReader(progress, packets)
+        stderr = StderrReader(progress, packets)
         environment = child_environment(home=self._home, remote=remote, extra=env)
+        began = anyio.current_time()
         with _started(
             args, environment, git_dir, stdin, stdout_path, quarantine_objects,
             memory_bytes=memory_bytes,
         ) as process:  # fmt: skip
-            began = anyio.current_time()
-            end = began + timeout.total_seconds()
-            quiet_s = (quiet_timeout or timeout).total_seconds()
-            overflowed = False
             async with Child(process) as child:
-                with anyio.CancelScope(deadline=min(end, began + quiet_s)) as scope:
-
-                    def extend() -> None:
-                        scope.deadline = min(end, anyio.current_time() + quiet_s)
-
-                    async def read_stdout() -> None:
-                        nonlocal overflowed
-                        while piece := await child.read_stdout():
-                            extend()
-                            if len(stdout) + len(piece) > stdout_limit_bytes:
-                                overflowed = True
-                                child.signal(signal.SIGKILL)
-                                return
-                            stdout.extend(piece)
-
-                    await asyncio.gather(read_stdout(), _read_stderr(child, stderr, extend))
-                    await child.wait()
+                stdout = await _read_to_end(
+                    child, stderr, stdout_limit_bytes, timeout, quiet_timeout or timeout
+                )
         duration_s = round(anyio.current_time() - began, 3)
         log.debug("git.ended", command=doing, status=child.status, duration_s=duration_s)
-        if scope.cancelled_caught:
+        if stdout is None:
             raise _timed_out(doing, timeout, quiet_timeout, upstream=remote is not None)
-        if overflowed:
+        if len(stdout) > stdout_limit_bytes:
             error = errors.UpstreamError if remote else errors.GitFailedError
             raise error(f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes")
-        result = GitResult(child.status or 0, bytes(stdout), stderr.text())
+        result = GitResult(child.status or 0, stdout, stderr.text())
         # a server that loses its client says so after it: over ssh, and of a local upstream
         if ends_with is not None and ends_with in result.stderr.split("\n"):
             ok = (result.status,)
@@ -329,6 +312,34 @@ def _started(
             source = stdin.fileno()
         sink = stack.enter_context(stdout_path.open("wb")) if stdout_path else PIPE
         yield start([*argv, *args], environment, cwd or git_dir or Path("/"), source, sink)
+
+
+async def _read_to_end(
+    child: Child, stderr: StderrReader, limit_bytes: int, timeout: timedelta, quiet: timedelta
+) -> bytes | None:
+    """Return what a child prints, None at the deadline or where it is silent for `quiet`.
+
+    One that prints more than the limit is killed, and a little more than that is returned.
+    """
+    stdout = bytearray()
+    end = anyio.current_time() + timeout.total_seconds()
+    with anyio.CancelScope() as scope:
+
+        def extend() -> None:
+            scope.deadline = min(end, anyio.current_time() + quiet.total_seconds())
+
+        async def read_stdout() -> None:
+            while piece := await child.read_stdout():
+                extend()
+                stdout.extend(piece)
+                if len(stdout) > limit_bytes:
+                    child.signal(signal.SIGKILL)
+                    return
+
+        extend()
+        await asyncio.gather(read_stdout(), _read_stderr(child, stderr, extend))
+        await child.wait()
+    return None if scope.cancelled_caught else bytes(stdout)
 
 
 async def _read_stderr(child: Child, reader: StderrReader, extend: Callable[[], None]) -> None:
