@@ -125,55 +125,22 @@ class Fetcher:
         changes, so they fail again while the object in the message is damaged. After a connection
         that was cut, parts are asked for. Raises UpstreamUnavailableError where nothing came.
         """
-        failures_seen = False
-        arrived: set[str] = set()
-        line = _Line(self.first_pause)
         if oids:
             await self.quarantine.room.ensure(f"fetch from upstream {self.upstream.shown}")
-
-        async def attempt(group: Sequence[str]) -> None:
-            """Fetch a group; after a cut its parts, which may arrive where the whole cannot."""
-            try:
-                await attempt_whole(group)
-            except errors.UpstreamUnavailableError as error:
-                await line.wait(error)
-                middle = 1 if line.cuts == 1 else (len(group) + 1) // 2
-                for part in filter(None, (group[:middle], group[middle:])):
-                    await attempt(part)
-            else:
-                arrived.update(group)
-                line.held()
-
-        async def attempt_whole(group: Sequence[str]) -> None:
-            nonlocal failures_seen
-            try:
-                async with self.quarantine.directory("fetch") as objects:
-                    await self.fetch_into(objects, group, self.upstream.remote.url)
-                    full = full_disk_named(f"mirror {self.repository.name}")
-                    with anyio.CancelScope(shield=True), full:
-                        await to_thread.run_sync(accept_objects, objects, self.repository.objects)
-            except errors.MirrordError:
-                failures_seen = True
-                raise
-            if failures_seen:  # more fetches follow, which need not repeat these objects
-                lines = [f"update {INCOMING}{oid} {oid}" for oid in group]
-                await _update_marks(self.repository, lines)
-                if len(group) >= 50:
-                    await self.repository.pack_refs()
-
+        groups = _Groups(self)
         async with AsyncExitStack() as closing:
             lineage = _Lineage(self, oids, earlier or {}, closing)
             try:
                 failed: dict[str, MirrordError] = await find_bad(
-                    oids, attempt, is_item_error=blames_objects, max_failures=400,
+                    oids, groups.fetch, is_item_error=blames_objects, max_failures=400,
                     max_first_failures=64, blame=lineage.blame, sort=lineage.sort,
                 )  # fmt: skip
             except errors.UpstreamUnavailableError as error:
-                if not arrived:
+                if not groups.arrived:
                     raise
-                failed = {oid: error for oid in oids if oid not in arrived}
+                failed = {oid: error for oid in oids if oid not in groups.arrived}
             finally:
-                if failures_seen:
+                if groups.has_failed:
                     with anyio.CancelScope(shield=True):
                         await unmark(self.repository)
         for oid in await self.repository.absent(set(oids) - failed.keys()):
@@ -215,6 +182,46 @@ class Fetcher:
             )  # fmt: skip
 
         await self.credentials.exchange(self.upstream, run)
+
+
+class _Groups:
+    """Fetches groups of objects; after a cut their parts, which may arrive where the whole cannot.
+
+    Once a fetch has failed, more follow: what arrived is marked, so that they need not repeat it.
+    """
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher, self._line = fetcher, _Line(fetcher.first_pause)
+        self.arrived: set[str] = set()
+        self.has_failed = False
+
+    async def fetch(self, group: Sequence[str]) -> None:
+        try:
+            await self._fetch_whole(group)
+        except errors.UpstreamUnavailableError as error:
+            await self._line.wait(error)
+            middle = 1 if self._line.cuts == 1 else (len(group) + 1) // 2
+            for part in filter(None, (group[:middle], group[middle:])):
+                await self.fetch(part)
+        else:
+            self.arrived.update(group)
+            self._line.held()
+
+    async def _fetch_whole(self, group: Sequence[str]) -> None:
+        fetcher, repository = self._fetcher, self._fetcher.repository
+        try:
+            async with fetcher.quarantine.directory("fetch") as objects:
+                await fetcher.fetch_into(objects, group, fetcher.upstream.remote.url)
+                full = full_disk_named(f"mirror {repository.name}")
+                with anyio.CancelScope(shield=True), full:
+                    await to_thread.run_sync(accept_objects, objects, repository.objects)
+        except errors.MirrordError:
+            self.has_failed = True
+            raise
+        if self.has_failed:
+            await _update_marks(repository, [f"update {INCOMING}{oid} {oid}" for oid in group])
+            if len(group) >= 50:
+                await repository.pack_refs()
 
 
 @dataclass(slots=True)
