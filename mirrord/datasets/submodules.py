@@ -7,7 +7,7 @@ and stays an empty directory.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +49,20 @@ class _Wanted(NamedTuple):
     mirror: MirrorName
     own_url: str | None
 
+    @property
+    def commit(self) -> CommitId:
+        return CommitId(self.link.commit)
+
+
+class _Parent(NamedTuple):
+    """A commit with submodules: the base commit itself, or one below it, and where it stands."""
+
+    base: Key
+    path: str
+    git_dir: str
+    mirror: MirrorName
+    needs: Needs
+
 
 class Composed(NamedTuple):
     """What each base commit needs. `changed` are the keys of mirrors whose trees have other files
@@ -74,123 +88,200 @@ async def compose_all(
     Mirrors of submodules are added and synced, their commits pinned for the dataset. Without `asks`
     no upstream is asked: what is not here is missing.
     """
-    compositions: dict[Key, Composition] = {}
-    all_needs: dict[Key, Needs] = {}
-    level: list[tuple[Key, str, str, MirrorName, Needs]] = []
-    rows = {row.name.key: row for row in await mirrors.catalog.list_mirrors()}
-    for key, commits in bases.items():
-        if key not in rows or not commits:
-            continue
-        read = await _read(mirrors, rows[key].name, commits)
-        for commit, needs in read.items():
-            compositions[key, commit] = Composition()
-            all_needs[key, commit] = needs
-            if needs.links:
-                level.append(((key, commit), "", "", rows[key].name, needs))
+    composing = _Composing(mirrors, dataset, sink, asks)
+    parents = await composing.read_bases(bases)
     if mirrors.settings().datasets.submodules:
-        await _descend(mirrors, dataset, level, compositions, all_needs, sink, asks=asks)
+        await composing.descend(parents)
     else:
-        for base, _, _, _, needs in level:
-            fact = "[datasets] submodules is false"
-            missing = tuple((link.path, fact) for link in needs.links)
-            compositions[base] = replace(compositions[base], missing=missing)
-    reasons = await _have_objects(mirrors, compositions, all_needs, sink, asks=asks)
-    changed = await _compose(mirrors, compositions, templates)
-    return Composed(compositions, changed, tuple(sorted(set(reasons))))
+        for parent in parents:
+            for link in parent.needs.links:
+                composing.miss(parent.base, link.path, "[datasets] submodules is false")
+    reasons = await composing.have_objects()
+    changed = await _compose(mirrors, composing.found, templates)
+    return Composed(composing.found, changed, tuple(sorted(set(reasons))))
 
 
-async def _have_objects(
-    mirrors: Mirrors,
-    compositions: dict[Key, Composition],
-    needs: Mapping[Key, Needs],
-    sink: ProgressSink | None,
-    *,
-    asks: bool,
-) -> list[str]:
-    """Fetch the LFS objects of these commits, and count them; return why some are not had."""
-    wanted: dict[str, dict[Pointer, str | None]] = {}
-    for (key, _), need in needs.items():
-        if need.pointers:
-            wanted.setdefault(key, {}).update(dict.fromkeys(need.objects, need.lfs_url))
-    if not wanted:
-        return []
-    rows = {row.name.key: row for row in await mirrors.catalog.list_mirrors()}
-    reasons = list[str]()
-    lacking: dict[str, set[Pointer]] = {}
-    for key, pointers in wanted.items():
-        git_dir = mirrors.path(rows[key].name)
-        lacking[key] = {pointer for pointer in pointers if not has_object(git_dir, pointer)}
-        if not asks:
-            reasons += [_ABSENT] if lacking[key] else []
-        elif mirrors.settings().datasets.lfs:
-            reasons += (await fetch_objects(mirrors, rows[key], pointers.items(), sink)).values()
-            lacking[key] = {pointer for pointer in lacking[key] if not has_object(git_dir, pointer)}
-        elif lacking[key]:
-            reasons.append("[datasets] lfs is false")
-    for base, composition in compositions.items():
-        parts = [base, *((sub.mirror.lower(), CommitId(sub.commit)) for sub in composition.modules)]
-        objects = {
-            (key, pointer) for key, commit in parts for pointer in needs[key, commit].objects
-        }
-        if objects:
-            compositions[base] = replace(
-                composition,
-                pointers=len(objects),
-                lfs_bytes=sum(pointer.size for _, pointer in objects),
-                lfs_missing=sum(pointer in lacking[key] for key, pointer in objects),
-            )
-    return reasons
+@dataclass(slots=True)
+class _Composing:
+    """One composition: what was found of each base commit, what each commit read so far needs."""
 
+    mirrors: Mirrors
+    dataset: DatasetName
+    sink: ProgressSink | None
+    asks: bool
+    found: dict[Key, Composition] = field(default_factory=dict)
+    needs: dict[Key, Needs] = field(default_factory=dict)
 
-async def _read(
-    mirrors: Mirrors, name: MirrorName, commits: Collection[CommitId]
-) -> dict[CommitId, Needs]:
-    path, run = mirrors.path(name), mirrors.workers.run
-    try:
-        by_commit = await run(read_needs, path, sorted(commits), timeout=_TIMEOUT)
-    except MirrordError as error:
-        log.warning("needs.unread", mirror=str(name), error=error.message)
-        return {}
-    return {CommitId(commit): needs for commit, needs in by_commit.items()}
+    def miss(self, base: Key, path: str, reason: str) -> None:
+        """Note that a submodule of a base commit is not had."""
+        composition = self.found[base]
+        missing = (*composition.missing, (path, reason))
+        self.found[base] = replace(composition, missing=missing)
 
+    async def read_bases(self, bases: Mapping[str, Collection[CommitId]]) -> list[_Parent]:
+        """Read what base commits need; return those that have submodules."""
+        parents = []
+        rows = {row.name.key: row for row in await self.mirrors.catalog.list_mirrors()}
+        for key, commits in bases.items():
+            if key not in rows or not commits:
+                continue
+            for commit, needs in (await self._read(rows[key].name, commits)).items():
+                self.found[key, commit] = Composition()
+                if needs.links:
+                    parents.append(_Parent((key, commit), "", "", rows[key].name, needs))
+        return parents
 
-async def _descend(
-    mirrors: Mirrors,
-    dataset: DatasetName,
-    level: list[tuple[Key, str, str, MirrorName, Needs]],
-    compositions: dict[Key, Composition],
-    all_needs: dict[Key, Needs],
-    sink: ProgressSink | None,
-    *,
-    asks: bool,
-) -> None:
-    """Have the submodules of each level, and then those within them."""
-    # once more than is had: at the last depth each one is named as missing
-    for depth in range(DEPTH_LIMIT + 1):
-        wanted = list[_Wanted]()
-        for base, above, git_dir, parent, needs in level:
-            url = (await mirrors.get(str(parent))).url
-            for link in needs.links:
-                path = f"{above}/{link.path}" if above else link.path
-                composition = compositions[base]
-                count = len(composition.modules) + sum(want.base == base for want in wanted)
-                try:
-                    if depth == DEPTH_LIMIT or count >= COUNT_LIMIT:
-                        raise ValueError(
-                            f"submodules are followed {DEPTH_LIMIT} deep, {COUNT_LIMIT} of a commit"
-                        )
-                    wanted.append(_resolve(mirrors, base, link, path, git_dir, url))
-                except ValueError as error:
-                    missing = (*composition.missing, (path, str(error)))
-                    compositions[base] = replace(composition, missing=missing)
+    async def _read(self, name: MirrorName, commits: Collection[CommitId]) -> dict[CommitId, Needs]:
+        path, run = self.mirrors.path(name), self.mirrors.workers.run
+        try:
+            read = await run(read_needs, path, sorted(commits), timeout=_TIMEOUT)
+        except MirrordError as error:
+            log.warning("needs.unread", mirror=str(name), error=error.message)
+            return {}
+        needs_of = {CommitId(commit): needs for commit, needs in read.items()}
+        self.needs |= {(name.key, commit): needs for commit, needs in needs_of.items()}
+        return needs_of
+
+    async def have_objects(self) -> list[str]:
+        """Fetch the LFS objects of all commits, and count them; return why some are not had."""
+        mirrors = self.mirrors
+        wanted: dict[str, dict[Pointer, str | None]] = {}
+        for (key, _), needs in self.needs.items():
+            if needs.pointers:
+                wanted.setdefault(key, {}).update(dict.fromkeys(needs.objects, needs.lfs_url))
         if not wanted:
-            return
-        level = await _have(mirrors, dataset, wanted, compositions, all_needs, sink, asks=asks)
+            return []
+        rows = {row.name.key: row for row in await mirrors.catalog.list_mirrors()}
+        reasons = list[str]()
+        lacking: dict[str, set[Pointer]] = {}
+        for key, pointers in wanted.items():
+            git_dir = mirrors.path(rows[key].name)
+            lacking[key] = {pointer for pointer in pointers if not has_object(git_dir, pointer)}
+            if not self.asks:
+                reasons += [_ABSENT] if lacking[key] else []
+            elif mirrors.settings().datasets.lfs:
+                failed = await fetch_objects(mirrors, rows[key], pointers.items(), self.sink)
+                reasons += failed.values()
+                lacking[key] = {it for it in lacking[key] if not has_object(git_dir, it)}
+            elif lacking[key]:
+                reasons.append("[datasets] lfs is false")
+        for base, composition in self.found.items():
+            inner = ((it.mirror.lower(), CommitId(it.commit)) for it in composition.modules)
+            parts = [base, *inner]
+            objects = {(key, it) for key, commit in parts for it in self.needs[key, commit].objects}
+            if objects:
+                self.found[base] = replace(
+                    composition,
+                    pointers=len(objects),
+                    lfs_bytes=sum(pointer.size for _, pointer in objects),
+                    lfs_missing=sum(pointer in lacking[key] for key, pointer in objects),
+                )
+        return reasons
+
+    async def descend(self, parents: Sequence[_Parent]) -> None:
+        """Have the submodules of these commits, and then those within them."""
+        # once more than is had: at the last depth each one is named as missing
+        for depth in range(DEPTH_LIMIT + 1):
+            wanted = list[_Wanted]()
+            for parent in parents:
+                url = (await self.mirrors.get(str(parent.mirror))).url
+                for link in parent.needs.links:
+                    path = f"{parent.path}/{link.path}" if parent.path else link.path
+                    count = len(self.found[parent.base].modules)
+                    count += sum(it.base == parent.base for it in wanted)
+                    try:
+                        if depth == DEPTH_LIMIT or count >= COUNT_LIMIT:
+                            raise ValueError(
+                                f"submodules are followed {DEPTH_LIMIT} deep, {COUNT_LIMIT} of a"
+                                " commit"
+                            )
+                        wanted.append(_resolve(self.mirrors, parent, link, path, url))
+                    except ValueError as error:
+                        self.miss(parent.base, path, str(error))
+            if not wanted:
+                return
+            outcomes, names = await self._pin(wanted)
+            parents = await self._take(wanted, outcomes, names)
+
+    async def _pin(
+        self, wanted: Sequence[_Wanted]
+    ) -> tuple[dict[str, PinOutcome], dict[str, MirrorName]]:
+        """Mirror and pin submodules; return the outcomes, and the mirrors that are had."""
+        mirrors = self.mirrors
+        outcomes: dict[str, PinOutcome] = {}
+        names: dict[str, MirrorName] = {}
+        new: list[MirrorName] = []
+        firsts: dict[str, _Wanted] = {}
+        for module in wanted:
+            firsts.setdefault(module.mirror.key, module)
+        for key, module in firsts.items():
+            try:
+                row = await mirrors.catalog.find_mirror(key)
+                if row is None and self.asks:
+                    row = await mirrors.add(module.mirror.repo, module.own_url)
+                    new.append(row.name)
+            except MirrordError as error:
+                outcomes[key] = PinOutcome({ALL_COMMITS: error.message}, {})
+                continue
+            if row is None:
+                outcomes[key] = PinOutcome({ALL_COMMITS: _ABSENT}, {})
+            else:
+                names[key] = row.name
+        pins = {
+            key: {it.commit: CommitRole.SUBMODULE for it in wanted if it.mirror.key == key}
+            for key in names
+        }
+        absent: dict[str, Collection[str]] = {}
+        for key, name in () if self.asks else names.items():
+            absent[key] = await mirrors.repository(name).absent(pins[key])
+            for commit in absent[key]:
+                del pins[key][CommitId(commit)]
+        pinned = await pin_all(mirrors, self.dataset, names, pins, {}, self.sink)
+        for key, outcome in pinned.items():
+            refused = outcome.refused | dict.fromkeys(absent.get(key, ()), _ABSENT)
+            outcomes[key] = PinOutcome(refused, outcome.found)
+        for name in new:  # what cannot be had is asked for by the next import, not by each sync
+            if (await mirrors.get(str(name))).synced_at is None:
+                await mirrors.remove(name)
+                del names[name.key]
+        return outcomes, names
+
+    async def _take(
+        self,
+        wanted: Sequence[_Wanted],
+        outcomes: Mapping[str, PinOutcome],
+        names: Mapping[str, MirrorName],
+    ) -> list[_Parent]:
+        """Put pinned submodules into compositions; return those that have submodules themselves."""
+        for key, name in names.items():
+            had = {
+                module.commit
+                for module in wanted
+                if module.mirror.key == key and not _refusal(outcomes[key], module.commit)
+            }
+            if unread := [commit for commit in had if (key, commit) not in self.needs]:
+                await self._read(name, unread)
+        parents = []
+        for module in wanted:
+            key = module.mirror.key
+            reason = _refusal(outcomes[key], module.commit)
+            needs = self.needs.get((key, module.commit))
+            if reason or needs is None:
+                fact = f"{module.mirror.repo}: {reason or 'its tree cannot be read'}"
+                self.miss(module.base, module.path, fact)
+                continue
+            composition = self.found[module.base]
+            part = Module(
+                module.path, str(module.link.name), module.git_dir, module.url, str(names[key]),
+                module.commit,
+            )  # fmt: skip
+            self.found[module.base] = replace(composition, modules=(*composition.modules, part))
+            if needs.links:
+                parents.append(_Parent(module.base, module.path, module.git_dir, names[key], needs))
+        return parents
 
 
-def _resolve(
-    mirrors: Mirrors, base: Key, link: Link, path: str, above: str, parent_url: str
-) -> _Wanted:
+def _resolve(mirrors: Mirrors, parent: _Parent, link: Link, path: str, parent_url: str) -> _Wanted:
     """Return from where a submodule is had; ValueError says why it is refused."""
     if link.name is None or not link.url:
         raise ValueError("no entry of .gitmodules has this path and a URL")
@@ -198,11 +289,11 @@ def _resolve(
         raise ValueError("its name in .gitmodules is refused")
     url = join_url(parent_url, link.url)
     try:
-        upstream, parent = parse_upstream(url), parse_upstream(parent_url)
+        upstream, above = parse_upstream(url), parse_upstream(parent_url)
     except MirrordError as error:
         raise ValueError(f"its URL is refused: {error.message.partition(': ')[2]}") from error
     # else an upstream could have this host's own repositories read
-    if upstream.is_local and not parent.is_local:
+    if upstream.is_local and not above.is_local:
         raise ValueError("its URL is local and that of its parent is not")
     parts = [part for part in re.split(r"[/:]", url.rstrip("/").removesuffix(".git")) if part]
     try:
@@ -213,8 +304,8 @@ def _resolve(
     template = mirrors.settings().upstream.url
     is_usual = upstream.host in ("github.com", urlsplit(template).hostname)
     own_url = None if is_usual and not upstream.is_local else url
-    git_dir = f"{above}/modules/{link.name}" if above else f"modules/{link.name}"
-    return _Wanted(base, link, path, git_dir, link.url, name, own_url)
+    git_dir = f"{parent.git_dir}/modules/{link.name}" if parent.git_dir else f"modules/{link.name}"
+    return _Wanted(parent.base, link, path, git_dir, link.url, name, own_url)
 
 
 def join_url(parent: str, url: str) -> str:
@@ -231,73 +322,6 @@ def join_url(parent: str, url: str) -> str:
             url = url.removeprefix("./")
         else:
             return f"{base}/{url}".rstrip("/")
-
-
-async def _have(
-    mirrors: Mirrors,
-    dataset: DatasetName,
-    wanted: Sequence[_Wanted],
-    compositions: dict[Key, Composition],
-    all_needs: dict[Key, Needs],
-    sink: ProgressSink | None,
-    *,
-    asks: bool,
-) -> list[tuple[Key, str, str, MirrorName, Needs]]:
-    """Mirror and pin submodules; return those that have submodules themselves."""
-    names: dict[str, MirrorName] = {}
-    commits: dict[str, dict[CommitId, str]] = {}
-    outcomes: dict[str, PinOutcome] = {}
-    new: list[MirrorName] = []
-    for want in wanted:
-        key = want.mirror.key
-        if key not in names and key not in outcomes:
-            try:
-                row = await mirrors.catalog.find_mirror(key)
-                if row is None and not asks:
-                    outcomes[key] = PinOutcome({ALL_COMMITS: _ABSENT}, {})
-                    continue
-                if row is None:
-                    row = await mirrors.add(want.mirror.repo, want.own_url)
-                    new.append(row.name)
-                names[key] = row.name
-            except MirrordError as error:
-                outcomes[key] = PinOutcome({ALL_COMMITS: error.message}, {})
-        commits.setdefault(key, {})[CommitId(want.link.commit)] = CommitRole.SUBMODULE
-    commits = {key: commits[key] for key in names}
-    absent: dict[str, dict[str, str]] = {}
-    for key in () if asks else names:
-        gone = await mirrors.repository(names[key]).absent(commits[key])
-        absent[key] = dict.fromkeys(gone, _ABSENT)
-        commits[key] = {commit: why for commit, why in commits[key].items() if commit not in gone}
-    outcomes |= await pin_all(mirrors, dataset, names, commits, {}, sink)
-    for key, gone_ones in absent.items():
-        outcomes[key] = PinOutcome({**outcomes[key].refused, **gone_ones}, outcomes[key].found)
-    for name in new:  # what cannot be had is asked for by the next import, not by each sync
-        if (await mirrors.get(str(name))).synced_at is None:
-            await mirrors.remove(name)
-            del names[name.key]
-    had = {key: {c for c in commits[key] if not _refusal(outcomes[key], c)} for key in names}
-    for key, name in names.items():
-        unread = [commit for commit in had[key] if (key, commit) not in all_needs]
-        read = await _read(mirrors, name, unread) if unread else {}
-        all_needs |= {(key, commit): needs for commit, needs in read.items()}
-    below = []
-    for want in wanted:
-        key, commit = want.mirror.key, CommitId(want.link.commit)
-        composition = compositions[want.base]
-        reason = _refusal(outcomes[key], commit)
-        inner = all_needs.get((key, commit))
-        if reason or inner is None:
-            fact = (want.path, f"{want.mirror.repo}: {reason or 'its tree cannot be read'}")
-            compositions[want.base] = replace(composition, missing=(*composition.missing, fact))
-            continue
-        module = Module(
-            want.path, str(want.link.name), want.git_dir, want.url, str(names[key]), commit
-        )
-        compositions[want.base] = replace(composition, modules=(*composition.modules, module))
-        if inner.links:
-            below.append((want.base, want.path, want.git_dir, names[key], inner))
-    return below
 
 
 def _refusal(outcome: PinOutcome, commit: CommitId) -> str | None:
