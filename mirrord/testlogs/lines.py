@@ -13,6 +13,7 @@ from .outcomes import Outcome, Outcomes, Parser
 
 PASSED, FAILED, SKIPPED, ERROR = Outcome
 
+# control sequences of ECMA-48, and the carriage returns of progress bars
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 _DURATION = re.compile(r"\s*[(\[]?\d+(?:\.\d+)?\s?(?:ms|s|m|min)[)\]]?$")
 
@@ -61,9 +62,11 @@ def _tap(log: str) -> Outcomes:
         if marked := re.search(r"(?:^|\s)#\s*(skip|todo)\b\S*\s*(.*)$", name, re.IGNORECASE):
             # busted writes the name behind the directive
             directive, name = marked[1].lower(), name[: marked.start()] or marked[2]
+        # as node-tap ends its lines
         name = re.sub(r"\s+# time=\S+$", "", name).strip()
         if name:
             outcome = FAILED if match["not"] else PASSED
+            # by the protocol a todo may fail, and the run passes all the same
             outcomes[name] = {"skip": SKIPPED, "todo": PASSED}.get(directive, outcome)
     return outcomes
 
@@ -89,6 +92,7 @@ def _indented(log: str, pattern: str, outcomes: dict[str, Outcome], joined: str)
 
 def _mocha(log: str) -> Outcomes:
     """Read mocha's reporter `spec`, up to the list of failures, which names them again."""
+    # `-` marks a pending test
     marks = {"[✔✓]": PASSED, r"\d+\)": FAILED, "-": SKIPPED}
     spec = re.split(r"\n\s*\d+ (?:passing|pending|failing)\b", "\n".join(plain_lines(log)))[0]
     return _indented(spec, r"(?:[✔✓]|\d+\)|-)\s+(?P<name>.+)$", marks, " ")
@@ -96,6 +100,7 @@ def _mocha(log: str) -> Outcomes:
 
 def _karma(log: str) -> Outcomes:
     """Read the reporters `mocha` and `spec`, between the browser's start and the summary."""
+    # ℹ marks a skipped test in the reporter `mocha`
     marks = {"[✔✓]": PASSED, "[✖✗]": FAILED, "ℹ": SKIPPED}
     lines = "\n".join(plain_lines(log)).partition("Starting browser")[2].partition("\n")[2]
     return _indented(lines.partition("\nSUMMARY:")[0], r"[✔✓✖✗ℹ]\s+(?P<name>.+)$", marks, " > ")
@@ -130,6 +135,7 @@ def _phpunit(log: str) -> Outcomes:
     outcomes: Outcomes = {}
     suite = None
     for line in plain_lines(log):
+        # ↩ skipped, ∅ incomplete, ☢ risky, ⚠ passed with a warning
         if match := re.match(r"\s*([✔✘↩∅☢⚠])\s+(.+)$", line):
             outcome = {"✔": PASSED, "⚠": PASSED, "↩": SKIPPED, "∅": SKIPPED}.get(match[1], FAILED)
             name = re.sub(r" \[[\d.]+ m?s\]$", "", match[2])
@@ -153,6 +159,7 @@ def _maven(log: str) -> Outcomes:
         elif (match := re.match(r"BUILD (SUCCESS|FAILURE)$", text)) and asked:
             outcomes[asked.pop(0)] = PASSED if match[1] == "SUCCESS" else FAILED
         elif match := re.match(
+            # `- in` up to surefire 2, `-- in` since 3
             r"Tests run: (\d+), Failures: (\d+), Errors: (\d+), Skipped: (\d+).*?"
             r"(?:-- in|- in) ([\w.$]+)$", text,
         ):  # fmt: skip
@@ -200,6 +207,7 @@ def _ctest(log: str) -> Outcomes:
 
 
 _WORD = {"ok": PASSED, "FAILED": FAILED, "ignored": SKIPPED}
+# ScalaTest has `-`, munit `+` and `==> X`, specs2 `+`, `x`, `!` and `o`
 _SCALA = {"+": PASSED, "-": PASSED, "==> X": FAILED, "x": FAILED, "!": ERROR, "o": SKIPPED}
 
 
@@ -223,6 +231,7 @@ def _sbt(log: str) -> Outcomes:
     return outcomes
 
 
+# ○ and ✎ are jest's for skipped and todo, ﹣ node's for skipped
 _JS = _by_line(
     r"(?P<word>[✓✔✕✖✗×○✎﹣])\s+(?:(?<=○ )skipped |(?<=✎ )todo )?(?P<name>.+?)"
     r"(?:\s+\(?[\d.]+\s?m?s\)?)?(?:\s+# (?:SKIP|TODO)\b.*)?$",
@@ -233,15 +242,18 @@ _JEST_JSON = _by_line(
     r"\[(?P<word>PASSED|FAILED|SKIPPED)\]\s+(?P<name>.+)$",
     {"PASSED": PASSED, "FAILED": FAILED, "SKIPPED": SKIPPED},
 )
+# an XPASS fails the run
 _AUTOMAKE = _by_line(
     r"(?P<word>PASS|FAIL|SKIP|XFAIL|XPASS|ERROR):\s+(?P<name>.+)$",
     {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED, "XFAIL": PASSED, "XPASS": FAILED}
     | {"ERROR": ERROR},
 )
+# as `-v` of minitest prints them
 _MINITEST = _by_line(
     r"(?P<name>\S+#.+?) = [\d.]+ s = (?P<word>[.FES])$",
     {".": PASSED, "F": FAILED, "E": ERROR, "S": SKIPPED},
 )
+# of test-unit's `--verbose`: an omission, a pending test, a notification
 _RUBY_UNIT = _by_line(
     r"(?:test: )?(?P<name>.+?):\s+(?P<word>\.|[EFOPN]\b)(?::.*)?",
     {".": PASSED, "F": FAILED, "E": ERROR, "O": SKIPPED, "P": SKIPPED, "N": SKIPPED},
@@ -253,7 +265,9 @@ PARSERS: dict[str, Parser] = {
         {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED},
     ),
     "cargo": _by_line(
-        r"test (?P<name>.+?)(?: - should panic)? \.\.\. (?P<word>ok|FAILED|ignored)\b", _WORD
+        # `- should panic` is libtest's remark, no part of a name
+        r"test (?P<name>.+?)(?: - should panic)? \.\.\. (?P<word>ok|FAILED|ignored)\b",
+        _WORD,
     ),
     "jest": _JS,
     "node": _JS,
@@ -276,6 +290,7 @@ PARSERS: dict[str, Parser] = {
     "gradle_custom": _gradle,
     "ctest": _ctest,
     "googletest": _by_line(
+        # `where` tells the parameter or the type of a failed test
         r".*?\[\s*(?P<word>OK|FAILED|SKIPPED)\s*\]\s(?P<name>.*?)(?:, where .*)? \([\d.]+ ms\)$",
         {"OK": PASSED, "FAILED": FAILED, "SKIPPED": SKIPPED},
     ),

@@ -17,6 +17,7 @@ def _summary(log: str) -> Iterator[tuple[Outcome, str]]:
     """Iterate pytest's -rA summary: an outcome, and an id that ends at its first space."""
     for line in log.split("\n"):
         if line.startswith(_STATUSES):
+            # behind ` - ` stands the message
             if line.startswith("FAILED"):
                 line = line.replace(" - ", " ")
             status, *rest = line.split()
