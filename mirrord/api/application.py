@@ -36,7 +36,11 @@ from .request import (
 from .table import ENDPOINTS, Endpoint
 
 # made once: each builds a validator of its own
-_BODIES = {each.json_body: TypeAdapter(each.json_body) for each in ENDPOINTS if each.json_body}
+_BODIES = {
+    endpoint.json_body: TypeAdapter(endpoint.json_body)
+    for endpoint in ENDPOINTS
+    if endpoint.json_body
+}
 # what a client may repeat later: too many, unavailable, and no room on the disk
 _REFUSALS = {429, 503, 507}
 _HINT = "GET /v1/openapi.json lists all paths"

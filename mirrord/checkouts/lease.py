@@ -295,8 +295,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "environment": lambda value: EnvironmentName(*value),
     "saved": _saved_layer,
     "graded": lambda value: Graded(**from_json(Graded, value)),
-    "snapshots": lambda value: tuple(SavedState(**from_json(SavedState, each)) for each in value),
-    "volumes": lambda value: tuple(Volume(**from_json(Volume, each)) for each in value),
+    "snapshots": lambda value: tuple(SavedState(**from_json(SavedState, state)) for state in value),
+    "volumes": lambda value: tuple(Volume(**from_json(Volume, volume)) for volume in value),
     **dict.fromkeys(("dropped", "mounts"), tuple),
     **dict.fromkeys(
         ("created_at", "expires_at", "reset_at", "saved_at", "taken_at"), datetime.fromisoformat

@@ -18,7 +18,7 @@ class Outcome(StrEnum):
 Outcomes = dict[str, Outcome]
 Parser = Callable[[str], Outcomes]
 
-_STATUSES = (*(each.name for each in Outcome), "XFAIL")
+_STATUSES = (*(outcome.name for outcome in Outcome), "XFAIL")
 
 _RULE = re.compile(r"_{4,} .* _{4,}$|(?:FAIL|ERROR): ")
 """The first line of a report on one test in pytest, sympy and unittest."""

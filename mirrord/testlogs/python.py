@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from .outcomes import Outcome, Outcomes, Parser
 
-_WORDS = {each.name: each for each in Outcome} | {"XFAIL": Outcome.PASSED}
+_WORDS = {outcome.name: outcome for outcome in Outcome} | {"XFAIL": Outcome.PASSED}
 _COUNT = re.compile(r"\[\d+\]")
 _STATUSES = tuple(_WORDS)
 
