@@ -138,6 +138,7 @@ class Application:
                         engine.traffic.refusals[error.code] += 1
                     if not await body.is_drained(request.headers):
                         response.headers["connection"] = "close"
+                # before it is sent: the time of a client that reads slowly is its own
                 engine.traffic.observe(name, response.status_code, perf_counter() - started)
                 # a stream's body may come much later, and HEAD has none
                 if type(response) is Response and request.method != "HEAD":

@@ -292,6 +292,7 @@ def problem_headers(error: errors.MirrordError) -> dict[str, str]:
     if isinstance(error, MethodNotAllowedError):
         headers["allow"] = error.facts["allow"]
     if retry_after := error.facts.get("retry_after"):
+        # whole seconds (RFC 9110)
         headers["retry-after"] = str(ceil(float(retry_after)))
     return headers
 

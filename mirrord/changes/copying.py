@@ -204,6 +204,7 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
             size = sum(piece.size for piece in wanted.values() if stat.S_ISREG(piece.mode))
             return Taken(taken_at, files, size, left_out, has_git, is_same)
         unlocked = copy.bring(copied, wanted)
+        # reading a file that its owner locked changed its ctime: no change of the client's
         copied, before = wanted | unlocked, surveyed | unlocked
     raise CheckoutBusyError(
         f"cannot copy the checkout: it changed during each of {_ROUNDS} attempts",
@@ -491,6 +492,7 @@ def select(pieces: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool
     else:
         left_out["git_files"] += sum(p != HIDDEN and not p.is_directory for p in git.values())
     _must_fit(wanted, what.limits)
+    # sorted, so that a directory comes before what is in it
     return dict(sorted(wanted.items())), {kind: n for kind, n in left_out.items() if n}, has_git
 
 

@@ -101,6 +101,7 @@ class PreparedLayers:
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:
+                # the layers that it needs are unknown, so none is removed (`Layers.open`)
                 self.leases.unread[path] = str(error)
                 log.warning("layer.unreadable", path=str(path), error=str(error))
 
@@ -295,6 +296,7 @@ class PreparedLayers:
                 hint="release or reset them first",
                 checkouts=count,
             )
+        # first: a record whose layers are gone would be taken for damaged
         self._path(record).unlink(missing_ok=True)
         del self._records[record.saved.id]
         self.leases.layers.subtract(record.layers)

@@ -138,6 +138,7 @@ class Volumes:
     @asynccontextmanager
     async def _held(self, name: str, peer: Peer) -> AsyncIterator[tuple[Lease, Volume]]:
         async with self.leasing.held(self.get(name)[0].id, peer):
+            # again, as it is under the lock
             yield self.get(name)
 
     def _id_of(self, checkout: str) -> str:

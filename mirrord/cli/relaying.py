@@ -57,8 +57,10 @@ def _relay(pipe: IO[bytes], target: int, note: Callable[[str], None]) -> None:
     """Copy output; where that fails, the command's next write fails too."""
     with pipe:
         try:
+            # as much as a pipe holds (pipe(7))
             while data := os.read(pipe.fileno(), 1 << 16):
                 while data:
+                    # a write may be short, as on a disk that fills up
                     data = data[os.write(target, data) :]
         except OSError as error:
             note(f"mirrord: cannot write the command's output: {error.strerror}")
@@ -83,6 +85,7 @@ def forwarding() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
         with suppress(ProcessLookupError):
             if pid is None:  # the command has not started in the sandbox
                 process.kill()
+            # later its number may be another process's
             elif process.returncode is None:
                 os.kill(pid, number)
         if number in _ENDING and not timers:

@@ -382,6 +382,7 @@ class Daemon:
             telemetry.flush()
             os._exit(0)
 
+        # a daemon thread, because Python would wait for another at its end
         threading.Thread(target=end, name="end", daemon=True).start()
 
     def _on_stop_signal(self, number: signal.Signals) -> None:

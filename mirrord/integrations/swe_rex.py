@@ -35,6 +35,7 @@ cat >"$1/command"
 echo 'eval "$(<'"$1"'/command)" </dev/null; printf "\\n'"$2"'%s\\n" $?' >"$1/lines"
 exec sed -u "/^$2/q" <"$1/printed"
 """
+# the kernel lists children by the thread that started them (proc(5))
 _INTERRUPT = """\
 set -- $(cat "/proc/$(<"$1/pid")/task/"*/children)
 kill -INT $@ && sleep 0.5 && kill -KILL $@ 2>/dev/null

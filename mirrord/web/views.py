@@ -84,6 +84,7 @@ def _page(values: Values, count: int) -> tuple[int, int]:
     """Return the requested page number, limited to existing pages, and the last number."""
     last = max(1, -(-count // PAGE_ROWS))
     text = values.get("page", "1")
+    # isdecimal() takes digits of other scripts, and int() refuses 4,301 of them by an error
     number = int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
     return min(max(number, 1), last), last
 

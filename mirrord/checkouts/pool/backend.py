@@ -273,6 +273,7 @@ class PoolBackend:
             if lease.history is not History.LINKED:
                 sealed = await self.stores.ensure(*wanted)
                 if borrows:
+                    # root of a container that was shown it may have written to it
                     sealed = await self.stores.ensure_intact(sealed)
                 stack.enter_context(self.stores.holding(sealed))
                 store, head = sealed.git, sealed.head
