@@ -31,6 +31,7 @@ import neighbours
 import scale
 import soak
 from audits import Audited
+from imports import imports
 from load import kernel_alone, lean_clients, python_client, tasks_of_one_client, tasks_of_streams
 from measured_daemon import MIRROR, Daemon
 from plain_trees import PlainTrees
@@ -376,6 +377,9 @@ class Bench:
     def rehearse(self) -> None:
         self.figures += rehearse(self.daemon, self.git.mirror, self.line)
 
+    def imports(self) -> None:
+        self.figures += imports(self.daemon, self.git.mirror, self.line, self.compare)
+
     def grow(self, case: Callable[[Path, int], list[Growth]], count: int) -> None:
         """With daemons and repositories of its own."""
         tenth, whole = (
@@ -407,6 +411,7 @@ class Bench:
             "audit": self.audit,
             "quick-audit": self.quick_audit,
             "rehearse": self.rehearse,
+            "imports": self.imports,
             "refs": partial(self.grow, big_mirror.many_refs, 60_000),
             "pins": partial(self.grow, big_mirror.many_pins, 5_000),
         }

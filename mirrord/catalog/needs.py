@@ -1,7 +1,7 @@
 """Queries about what base commits need from elsewhere: submodules and LFS objects."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 import sqlalchemy as sa
@@ -35,6 +35,11 @@ def _read(record: dict[str, Any]) -> Composition:
     return Composition(**{**record, "modules": modules, "missing": missing})
 
 
+def _facts(composition: Composition) -> dict[str, Any]:
+    """Return what `_read` reads. JSON writes tuples as lists; `asdict` would copy each first."""
+    return {field.name: getattr(composition, field.name) for field in fields(composition)}
+
+
 def forget_unneeded(connection: Connection) -> None:
     """Forget what commits need that are no instance's base any more: their pins are removed."""
     is_base = sa.exists().where(
@@ -63,11 +68,15 @@ def put_compositions(connection: Connection, dataset_id: int, compositions: Comp
     for identity, base, name in connection.execute(select(*columns).where(is_own)):
         based.setdefault((name.lower(), base), []).append(identity)
     new, rows = [], set[tuple[str, str, str, str]]()
+    if compositions:
+        is_it = and_(
+            needs.c.mirror_key == sa.bindparam("k"), needs.c.commit_id == sa.bindparam("c")
+        )
+        keys = [{"k": key, "c": commit} for key, commit in compositions]
+        connection.execute(sa.delete(needs).where(is_it), keys)
     for (key, commit), composition in compositions.items():
-        is_it = and_(needs.c.mirror_key == key, needs.c.commit_id == commit)
-        connection.execute(sa.delete(needs).where(is_it))
         if composition != Composition():
-            new.append({"mirror_key": key, "commit_id": commit, "facts": asdict(composition)})
+            new.append({"mirror_key": key, "commit_id": commit, "facts": _facts(composition)})
         rows |= {
             (identity, module.commit, module.mirror.lower(), module.mirror)
             for identity in based.get((key, commit), ())

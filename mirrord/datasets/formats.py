@@ -25,6 +25,7 @@ from .unwrapping import (
     find_only_image,
     unwrap_image,
     unwrap_inner,
+    unwrap_lancer,
     unwrap_nemo,
     unwrap_pro,
     unwrap_r2e,
@@ -156,7 +157,9 @@ def _is_multilingual(row: RawFields) -> bool:
     return _has_shape(row) and not has_environment and ("log_parser" in row or has_space)
 
 
-_has_shape = _has("instance_id", "repo", "base_commit")
+_OF_CL = ("metadata.base_commit", "evaluation.patch")
+_SHAPE = ("instance_id", "repo", "base_commit")
+_has_shape = _has(*_SHAPE)
 
 # the branch has the instance's name; its parent, the commit without the bug, is the answer
 _INTRODUCES_BUG = {"revision": "{instance_id}", "direction": "reverse", "history": "squashed"}
@@ -177,6 +180,24 @@ FORMATS = (
     DatasetFormat(
         "nemo-gym", "NeMo Gym rows", f"{INSTANCE_DICT}, and no base_commit beside it", _is_nemo,
         unwrap=unwrap_nemo, is_wrapped=True,
+    ),
+    DatasetFormat(
+        "swe-bench-cl", "SWE-Bench-CL", "metadata.base_commit and evaluation.patch",
+        lambda row: all(find_value(row, path) for path in _OF_CL),
+        STANDARD.replace(
+            {
+                **{name: f"metadata.{name}" for name in (*_SHAPE, "created_at")},
+                **{name: f"evaluation.{name}" for name in ("patch", "test_patch")},
+                "fail_to_pass": "evaluation.FAIL_TO_PASS",
+                "pass_to_pass": "evaluation.PASS_TO_PASS",
+            },
+            {},
+        ),
+    ),
+    DatasetFormat(
+        "swe-lancer", "SWE-Lancer", "question_id and manager_commit",
+        _has("question_id", "manager_commit"),
+        STANDARD.replace({"instance_id": "question_id", "workdir": "cwd"}, {}), unwrap_lancer,
     ),
     DatasetFormat(
         "nested", "rows of trainers (SkyRL, verl)",
@@ -282,6 +303,7 @@ _UNWRAPPED |= {
     "image_url",
     "instance_image_key",
     "responses_create_params",
+    "manager_commit",
     "instance",
     "extra_info",
     "task_folder",

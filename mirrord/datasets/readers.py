@@ -14,6 +14,7 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,8 @@ _SPACE = b" \t\r\n"
 _ROW_KEYS = {"instance_id", "repo", "base_commit"}
 # the answer of the Hub's viewer: `features`, an array too, comes before `rows`
 _VIEWER = re.compile(rb'\{\s*"features"')
+# before the array of rows; SWE-Bench-CL has two
+_FACTS_MAX = 20
 _CELLS = "truncated_cells"
 
 
@@ -50,13 +53,15 @@ def iter_rows(path: Path, source: str, columns: Collection[str] | None = None) -
     if head.startswith(b"PAR1"):
         yield from iter_parquet(path, source, count, columns)
         return
-    line = 0
+    line = further = 0
     raw = open_unpacked(path, head)
     with _Counted(raw, count) as counted, io.BufferedReader(counted, _HEAD_BYTES) as stream:
         try:
             for row in _iter_text(stream, source):
                 line = row.line
-                yield _without_viewer(row)
+                for number, inner in enumerate(_iter_inside(_without_viewer(row))):
+                    further += number > 0
+                    yield inner._replace(line=line + further)
         except (EOFError, ZstdError, zlib.error, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the disk failed; damaged content has no errno
@@ -126,8 +131,8 @@ def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
         yield from _iter_document(iter_elements(stream))
     elif start.startswith(b"{") and not _is_lines(start):
         match _first_member(start):
-            case b"{":  # rows by instance id
-                yield from _iter_document(iter_elements(stream))
+            case b"{":
+                yield from _iter_members(iter_elements(stream))
             case b"[" if not _VIEWER.match(start):  # an object with an array of rows
                 elements = iter_elements(stream, depth=2)
                 yield from _iter_document(element._replace(key=None) for element in elements)
@@ -205,6 +210,46 @@ def _iter_document(elements: Iterable[Element]) -> Iterator[RawRow]:
                 identity = ""
             value.setdefault("instance_id", identity)
         yield RawRow(number, value, fault)
+
+
+def _iter_members(elements: Iterable[Element]) -> Iterator[RawRow]:
+    """Read rows by instance id; or the rows in arrays that come after facts about the file."""
+    elements, early = iter(elements), list[Element]()
+    for element in elements:
+        early.append(element)
+        is_array = element.text.startswith(b"[")
+        if is_array or len(early) == _FACTS_MAX or _is_row(_decoded(element.text)[0] or {}):
+            break
+    if not early or not early[-1].text.startswith(b"["):
+        yield from _iter_document(chain(early, elements))
+        return
+    number = 0
+    for element in chain(early[-1:], elements):
+        if element.text.startswith(b"["):
+            for inner in iter_elements(io.BytesIO(element.text)):
+                number += 1
+                yield from (row._replace(line=number) for row in _iter_document([inner]))
+        elif element.fault:
+            yield RawRow(number + 1, fault=element.fault)
+
+
+def _iter_inside(row: RawRow) -> Iterator[RawRow]:
+    """Take rows out of a list in an object that is none, such as the sequences of SWE-Bench-CL."""
+    value = row.value or {}
+    lists = () if "base_commit" in value else (v for v in value.values() if isinstance(v, list))
+    inner = next((each for each in lists if each and _has_whole_row(each[0])), None)
+    for member in inner or ():
+        is_row = isinstance(member, dict)
+        yield row._replace(
+            value=member if is_row else None, fault=None if is_row else "it is not an object"
+        )
+    if inner is None:
+        yield row
+
+
+def _has_whole_row(value: Any) -> bool:
+    members = [value, *value.values()] if isinstance(value, dict) else ()
+    return any(isinstance(each, dict) and each.keys() >= _ROW_KEYS for each in members)
 
 
 def _iter_single(text: bytes, source: str) -> Iterator[RawRow]:

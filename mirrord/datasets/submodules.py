@@ -6,9 +6,11 @@ and stays an empty directory.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -180,22 +182,25 @@ class _Composing:
 
     async def descend(self, parents: Sequence[_Parent]) -> None:
         """Have the submodules of these commits, and then those within them."""
+        template = self.mirrors.settings().upstream.url
         # once more than is had: at the last depth each one is named as missing
         for depth in range(DEPTH_LIMIT + 1):
-            wanted = list[_Wanted]()
+            wanted, counts = list[_Wanted](), Counter[Key]()
+            mirrors = {parent.mirror.key: parent.mirror for parent in parents}
+            urls = {key: (await self.mirrors.get(str(it))).url for key, it in mirrors.items()}
             for parent in parents:
-                url = (await self.mirrors.get(str(parent.mirror))).url
                 for link in parent.needs.links:
                     path = f"{parent.path}/{link.path}" if parent.path else link.path
-                    count = len(self.found[parent.base].modules)
-                    count += sum(it.base == parent.base for it in wanted)
+                    count = len(self.found[parent.base].modules) + counts[parent.base]
                     try:
                         if depth == DEPTH_LIMIT or count >= COUNT_LIMIT:
                             raise ValueError(
                                 f"submodules are followed {DEPTH_LIMIT} deep, {COUNT_LIMIT} of a"
                                 " commit"
                             )
-                        wanted.append(_resolve(self.mirrors, parent, link, path, url))
+                        url = urls[parent.mirror.key]
+                        wanted.append(_resolve(parent, link, path, url, template))
+                        counts[parent.base] += 1
                     except ValueError as error:
                         self.miss(parent.base, path, str(error))
             if not wanted:
@@ -281,13 +286,22 @@ class _Composing:
         return parents
 
 
-def _resolve(mirrors: Mirrors, parent: _Parent, link: Link, path: str, parent_url: str) -> _Wanted:
+def _resolve(parent: _Parent, link: Link, path: str, parent_url: str, template: str) -> _Wanted:
     """Return from where a submodule is had; ValueError says why it is refused."""
     if link.name is None or not link.url:
         raise ValueError("no entry of .gitmodules has this path and a URL")
     if not _NAME.fullmatch(link.name):
         raise ValueError("its name in .gitmodules is refused")
-    url = join_url(parent_url, link.url)
+    name, own_url = _place(parent_url, link.url, template)
+    git_dir = f"{parent.git_dir}/modules/{link.name}" if parent.git_dir else f"modules/{link.name}"
+    return _Wanted(parent.base, link, path, git_dir, link.url, name, own_url)
+
+
+# most base commits of a mirror have the same submodules
+@lru_cache(maxsize=1000)
+def _place(parent_url: str, written: str, template: str) -> tuple[MirrorName, str | None]:
+    """Return the mirror of a submodule, and its URL unless a template serves it."""
+    url = join_url(parent_url, written)
     try:
         upstream, above = parse_upstream(url), parse_upstream(parent_url)
     except MirrordError as error:
@@ -301,11 +315,8 @@ def _resolve(mirrors: Mirrors, parent: _Parent, link: Link, path: str, parent_ur
     except MirrordError as error:
         raise ValueError(f"its URL {mask_url(url)} does not end in owner/name") from error
     # what a template serves is had as the data sets' own repositories are
-    template = mirrors.settings().upstream.url
     is_usual = upstream.host in ("github.com", urlsplit(template).hostname)
-    own_url = None if is_usual and not upstream.is_local else url
-    git_dir = f"{parent.git_dir}/modules/{link.name}" if parent.git_dir else f"modules/{link.name}"
-    return _Wanted(parent.base, link, path, git_dir, link.url, name, own_url)
+    return name, None if is_usual and not upstream.is_local else url
 
 
 def join_url(parent: str, url: str) -> str:

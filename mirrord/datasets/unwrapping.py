@@ -139,6 +139,23 @@ def _range(of: Mapping[str, Any]) -> str:
     return f"{of['start']}" if of.get("length") is None else f"{of['start']},{of['length']}"
 
 
+def unwrap_lancer(row: RawFields, note: Note) -> RawFields:
+    """Read the commit of a SWE-Lancer row, which for most is in files beside the table.
+
+    A manager's task is at the parent of `manager_commit`, another at what `revert_command` resets
+    to. Where a patch brings the bug in, no commit has the task's code.
+    """
+    plain = {**row, "repo": "Expensify/App"}
+    if gold := full_commits(str(row.get("manager_commit"))):
+        return {**plain, "base_commit": f"{gold[0]}^", "gold_commits": gold}
+    if base := _RESET.search(str(row.get("revert_command"))):
+        note("base_commit: from revert_command.txt")
+        return {**plain, "base_commit": base[1], "gold_commits": row.get("commit_id")}
+    if row.get("commit_id"):
+        raise RowError("its code is commit_id with issue_introduction.patch, which no commit has")
+    raise RowError("its commit is in issues/ID/commit_id.txt, which is not beside the table")
+
+
 INSTANCE_DICT = "responses_create_params.metadata.instance_dict"
 
 

@@ -7,6 +7,7 @@ each with its origin; memory holds one row, or one batch of Arrow. The daemon se
 import csv
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -114,7 +115,10 @@ def _row_files(directory: Path) -> list[Path]:
 def open_file(path: Path, label: str) -> Source:
     """Open one file of rows: sent as it is if the daemon reads its format, else as JSON lines."""
     if table := _find_reader(path):
-        return Source(label, path.name.split(".")[0], None, partial(table, path, path.name))
+        rows = partial(table, path, path.name)
+        if (issues := path.parent / "issues").is_dir():
+            rows = partial(_with_issues, issues, rows)
+        return Source(label, path.name.split(".")[0], None, rows)
     return Source(label, None, path, partial(iter_rows, path, path.name))
 
 
@@ -187,6 +191,27 @@ def iter_csv(path: Path, source: str) -> Iterator[RawRow]:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the disk failed; damaged content has no errno
             yield RawRow(line, fault=f"it is not CSV from here on: {error}")
+
+
+_ISSUE_FILES = ("commit_id", "revert_command")
+_ISSUE_BYTES = 64 * 1024
+
+
+def _with_issues(issues: Path, rows: Callable[[], Iterator[RawRow]]) -> Iterator[RawRow]:
+    """Add to rows of SWE-Lancer what is in `issues/QUESTION_ID/NAME.txt` beside their table."""
+    for row in rows():
+        question = (row.value or {}).get("question_id")
+        if row.value is not None and isinstance(question, str) and _ISSUE.fullmatch(question):
+            for name in _ISSUE_FILES:
+                file = issues / question / f"{name}.txt"
+                if file.is_file():
+                    with file.open("rb") as opened:
+                        text = opened.read(_ISSUE_BYTES).decode("utf-8", "replace")
+                    row.value[name] = text.strip()
+        yield row
+
+
+_ISSUE = re.compile(r"[\w-]{1,100}")
 
 
 def iter_arrow(path: Path, source: str) -> Iterator[RawRow]:

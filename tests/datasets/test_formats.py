@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from mirrord.datasets.fields import STANDARD, parse_mapping
 from mirrord.datasets.formats import COLUMNS, FORMATS, format_infos
 from mirrord.errors import InvalidDatasetError, InvalidRequestError
 from mirrord.model import MirrorName
+from mirrord.sources.opening import open_sources
 
 GOLD = "c0ffee1234" * 4
 PLAIN = {"instance_id": "psf__requests-1", "repo": "psf/requests", "base_commit": BASE}
@@ -65,6 +67,16 @@ COMMIT0 = {
     "setup": {"python": "3.12"},
     "src_dir": "minitorch",
 }
+CL = {
+    "metadata": {**PLAIN, "created_at": "2020-01-01T00:00:00", "difficulty": "<15 min fix"},
+    "task": {"problem_statement": "p"},
+    "evaluation": {"patch": "d", "test_patch": "t", "FAIL_TO_PASS": ["a"], "PASS_TO_PASS": []},
+    "continual_learning": {"sequence_position": 1, "dependencies": [], "modified_files": ["a"]},
+}
+LANCER = {
+    "question_id": "16912_4", "variant": "swe_manager", "prompt": "[]", "cwd": "/app/expensify",
+    "manager_data": "{}", "manager_commit": GOLD, "acceptable_folders": "[]",
+}  # fmt: skip
 
 DETECTED: dict[str, list[dict[str, Any]]] = {
     "swe-bench": [row(), row(FAIL_TO_PASS=["a"], responses_create_params={"input": []})],
@@ -110,6 +122,8 @@ DETECTED: dict[str, list[dict[str, Any]]] = {
     "scale-swe": [SCALE, {**SCALE, "parent_commit": None, "base_commit": BASE}],
     "commit0": [COMMIT0],
     "nemo-gym": [NEMO],
+    "swe-bench-cl": [CL],
+    "swe-lancer": [LANCER],
     "nested": [
         {"prompt": [], "instance": row(), "ability": "x"},
         {"prompt": [{"role": "user"}], "instance_id": "x", "instance": json.dumps(row())},
@@ -299,6 +313,45 @@ def test_the_owner_of_a_repository_may_be_in_another_column(
 ) -> None:
     found = read_one(case, {**row(repo="requests"), **column})
     assert found["mirror"] == "psf__requests"
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_tasks_in_sequences_are_rows(case: Case, indent: int | None) -> None:
+    """As in SWE-Bench-CL, after what the file says of itself."""
+    tasks = [{**CL, "metadata": {**PLAIN, "instance_id": f"i-{n}"}} for n in range(3)]
+    sequences = [
+        {"id": "s", "repo": "psf/requests", "tasks": tasks[:2], "statistics": {"rate": 1}},
+        {"id": "t", "repo": "psf/requests", "tasks": tasks[2:]},
+    ]
+    file = {"metadata": {"name": "x"}, "evaluation_metrics": {"a": {}}, "sequences": sequences}
+    result = case.read(json.dumps(file, indent=indent).encode())
+    assert (case.ids, result.fault_count) == (["i-0", "i-1", "i-2"], 0)
+    found = case.rows[0]
+    assert (found["patch"], found["test_patch"], found["fail"]) == ("d", "t", ["a"])
+    by_id = {"metadata": row(instance_id=...), "other": row(instance_id=...)}
+    case.read(json.dumps(by_id, indent=indent).encode())
+    assert case.ids == ["metadata", "other"]
+
+
+def test_a_lancer_row_is_where_its_files_say(case: Case, tmp_path: Path) -> None:
+    found = read_one(case, LANCER)
+    assert (found["mirror"], found["revision"]) == ("Expensify__App", f"{GOLD}^")
+    assert found["commits"] == [[GOLD, "gold"]]
+    rows = [{**LANCER, "question_id": each, "manager_commit": ""} for each in ("1", "2_3", "4")]
+    with (tmp_path / "tasks.csv").open("w") as file:
+        table = csv.DictWriter(file, [*LANCER])
+        table.writeheader()
+        table.writerows(rows)
+    for name, revert in (("1", f"git reset --hard {BASE}\n"), ("2_3", "")):
+        (tmp_path / "issues" / name).mkdir(parents=True)
+        (tmp_path / "issues" / name / "commit_id.txt").write_text(GOLD)
+        (tmp_path / "issues" / name / "revert_command.txt").write_text(revert)
+    result = case.read(b"".join(open_sources([str(tmp_path / "tasks.csv")]).pieces()))
+    assert (case.rows[0]["base"], case.rows[0]["commits"][1:]) == (BASE, [[GOLD, "gold"]])
+    assert [each.split(",")[0] for each in reasons(result).values()] == [
+        "its code is commit_id with issue_introduction.patch",
+        "its commit is in issues/ID/commit_id.txt",
+    ]
 
 
 VIEWER = {

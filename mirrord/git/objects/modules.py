@@ -65,7 +65,7 @@ _Files = tuple[tuple[bytes, int, Pointer], ...]
 
 def read_needs(git_dir: Path, commits: Iterable[str]) -> dict[str, Needs]:
     """Return what commits need; each distinct directory and file is read once for all of them."""
-    with open_objects(git_dir) as objects:
+    with open_objects(git_dir) as objects, objects.reading_many():
         reader = _Reader(objects)
         trees = {commit: read_commit(objects, commit).tree for commit in commits}
         reader.read_ahead(trees.values())
@@ -144,12 +144,16 @@ class _Reader:
             return cached
         listed = list[tuple[bytes, int, Pointer]]()
         for name, (mode, oid) in self._names_in(tree).items():
-            pointer = None
+            # looked up here: each file of each tree comes by, and most are known and no pointers
             if mode == _TREE:
-                inner = self._files_below(oid)
-                listed += ((name + b"/" + path, mode, pointer) for path, mode, pointer in inner)
-            elif mode & _KIND == _FILE and (pointer := self._pointer(oid)):
-                listed.append((name, mode, pointer))
+                inner = self._files[oid] if oid in self._files else self._files_below(oid)
+                if inner:
+                    listed += ((name + b"/" + path, mode, pointer) for path, mode, pointer in inner)
+            elif mode & _KIND == _FILE:
+                is_known = oid in self._pointers
+                pointer = self._pointers[oid] if is_known else self._pointer(oid)
+                if pointer:
+                    listed.append((name, mode, pointer))
         self._files[tree] = files = tuple(listed)
         return files
 
