@@ -4,6 +4,7 @@ Every failure ends in `run`.
 """
 
 import errno
+import gc
 import os
 import signal
 import sys
@@ -23,7 +24,9 @@ _PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errn
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a verb and exit with its status: the console script."""
-    sys.exit(run(args))
+    status = run(args)
+    gc.freeze()  # what the last collections would look through is 8 % of `mirrord exec`
+    sys.exit(status)
 
 
 def run(args: Sequence[str] | None = None) -> int:

@@ -8,10 +8,11 @@ them, so an older client can read a newer daemon.
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field, fields
+from dataclasses import FrozenInstanceError, dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from inspect import get_annotations
+from threading import RLock
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, Union
 
@@ -74,33 +75,46 @@ def _quoted(value: Any) -> Any:
     return quote_name(value) if isinstance(value, str) else value
 
 
+class _Fields:
+    """The `__dataclass_fields__` of a message until pydantic or `replace` first looks at them."""
+
+    def __init__(self, defaults: dict[str, Any]) -> None:
+        self._defaults = defaults
+
+    def __get__(self, message: object, kind: type["Message"]) -> Any:
+        with _one_thread:
+            if vars(kind)["__dataclass_fields__"] is self:
+                for name, default in self._defaults.items():
+                    if isinstance(default, list | dict):
+                        # dataclass refuses lists and dicts as they are
+                        setattr(kind, name, field(default_factory=default.copy))
+                dataclass(init=False, repr=False, eq=False, kw_only=True)(kind)
+        return vars(kind)["__dataclass_fields__"]
+
+
+_one_thread = RLock()  # of a base class within that of its subclass
+
+
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 class Message:
     """A message. Subclasses are frozen dataclasses; lists and dicts as defaults are copied.
 
-    The methods are written out because dataclasses compile six of them per class, which takes 50 ms
-    at each start of the command line.
+    The methods are written out because dataclasses compile six of them per class, and the rest that
+    makes a class a dataclass waits until it is asked for: the command line knows 120 messages, uses
+    three, and would spend half of its start on them.
     """
 
     _defaults: ClassVar[dict[str, Any]] = {}
     _names: ClassVar[list[str]] = []
     _required: ClassVar[set[str]] = set()
-    _of_git: ClassVar[set[str]] = set()
 
     def __init_subclass__(cls) -> None:
         own = [name for name in get_annotations(cls) if not name.startswith("_")]
-        cls._of_git = cls._of_git | {
-            n for n, kind in get_annotations(cls).items() if _is_name(kind)
-        }
         defaults = {name: getattr(cls, name) for name in own if hasattr(cls, name)}
-        for name, default in defaults.items():
-            if isinstance(default, list | dict):
-                # dataclass refuses lists and dicts as they are
-                setattr(cls, name, field(default_factory=default.copy))
-        dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
         cls._defaults = {**cls._defaults, **defaults}
-        cls._names = [member.name for member in fields(cls)]  # type: ignore[arg-type]
+        cls._names = [*dict.fromkeys((*cls._names, *own))]
         cls._required = {*cls._names} - cls._defaults.keys()
+        cls.__dataclass_fields__ = _Fields(defaults)  # type: ignore[attr-defined]
 
     def __init__(self, **members: Any) -> None:
         for name, default in self._defaults.items():
@@ -124,12 +138,12 @@ class Message:
 
     def to_json(self) -> dict[str, Any]:
         values = {name: to_json(self.__dict__[name]) for name in self._names}
-        return values | {name: _quoted(values[name]) for name in self._of_git}
+        return values | {name: _quoted(values[name]) for name in _names_of_git(type(self))}
 
     @classmethod
     def of(cls, **members: Any) -> Self:
         """Make a message of values, which are checked as those of JSON are."""
-        quoted = {name: _quoted(value) for name, value in members.items() if name in cls._of_git}
+        quoted = {name: _quoted(members[name]) for name in members.keys() & _names_of_git(cls)}
         return cls.from_json(members | quoted)
 
     @classmethod
@@ -180,6 +194,17 @@ class Problem(Answer):
             others = {name: fact for name, fact in value.items() if name not in cls._names}
             value = {**value, "facts": others}
         return super().from_json(value)
+
+
+_of_git: dict[type[Message], set[str]] = {}
+
+
+def _names_of_git(kind: type[Message]) -> set[str]:
+    """Return the members that are names of git, or have some in them."""
+    if kind not in _of_git:
+        annotations = [item for base in kind.__mro__ for item in get_annotations(base).items()]
+        _of_git[kind] = {name for name, annotation in annotations if _is_name(annotation)}
+    return _of_git[kind]
 
 
 # -- to JSON and back -----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from ..errors import BackendUnavailableError
 from ..model import Isolation
 from ..places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
 from ..protocol import Image
-from . import attacher, seccomp
+from . import seccomp
 
 # Copied as files: a bind mount costs 0.2 ms, and more on a host with many mounts.
 _ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
@@ -344,7 +344,7 @@ def showing(mount: int | None, directory: Path) -> Iterator[str]:
     """Start a command line that sees a mount at a directory; see `attacher.py`."""
     if mount is not None:
         # not by its path, which another owner may not be allowed to read
-        script = Path(attacher.__file__).read_text(encoding="utf-8")
+        script = Path(__file__).with_name("attacher.py").read_text(encoding="utf-8")
         yield from (shutil.which("python3", path=os.defpath) or sys.executable, "-I", "-S", "-c")
         yield from (script, str(mount), str(directory))
 

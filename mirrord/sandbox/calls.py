@@ -25,7 +25,6 @@ from .. import protocol
 from ..errors import CheckoutNotFoundError, PathNotFoundError, UsageError
 from ..model import Backend, Isolation, shown
 from ..places import ACTIVATE, PROGRAMS, TESTBED, read_workdir
-from . import gitremote
 from .box import Box
 from .room import EndedError, Limits, Pipes, SandboxRoom, read_some
 
@@ -189,7 +188,7 @@ def _git_files(*, network: bool) -> dict[str, bytes]:
     it uses git-remote-mirrord for GitHub.
     """
     return {
-        f"{PROGRAMS}/git-remote-mirrord": Path(gitremote.__file__).read_bytes(),
+        f"{PROGRAMS}/git-remote-mirrord": Path(__file__).with_name("gitremote.py").read_bytes(),
         "/etc/gitconfig": _IDENTITY if network else _IDENTITY + _FORGE,
     }
 

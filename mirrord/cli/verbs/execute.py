@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ... import errors, protocol
-from ...host.processes import hide_argument
 from ...model import Bind, Isolation, View, shown
 from ...sandbox.box import become, showing
 from ...sandbox.calls import box_of, choose_workdir, environment_of, is_shown, weaker
@@ -173,6 +172,8 @@ def _checkout(
         leased = lease()
     with leased as checkout:
         if checkout.instance and checkout.instance != target:  # the id may name a commit
+            from ...host.processes import hide_argument  # noqa: PLC0415 - loads ctypes
+
             hide_argument(target)
         yield checkout
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from ... import errors, model, protocol
 from ...places import socket_path
 from ...units import in_seconds
-from .. import http, mounts
+from .. import http
 from ..archives import open_image
 from ..primitives_sync import pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
@@ -667,6 +667,8 @@ class Client:
         attached there. With `pid`, for root only, `path` is in the namespace of that process. With
         `read_only` it does not follow resets.
         """
+        from .. import mounts  # noqa: PLC0415 - ctypes, which the command line seldom needs
+
         body = http.message(protocol.AttachCheckout, target=target)
         while True:
             descriptors: list[int] = []
