@@ -6,37 +6,18 @@ threads of low priority. Reads only.
 """
 
 import hashlib
-import os
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..catalog import MirrorRow, RecordedRow
-from ..config.values import is_accepted
 from ..git.batch import BatchObject
-from ..git.packs import packs_in
 from ..host.processes import lower_priority
 from ..mirrors.pins import is_pin
-from ..mirrors.refs import packed_refs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
-from ..model import (
-    AuditLevel,
-    CommitId,
-    CommitRole,
-    CommitState,
-    FindingKind,
-    MirrorName,
-    Reach,
-    utc_now,
-)
-from ..protocol import Audit, AuditPart, Finding, ProgressSink, Repair, StartAudit
-from ..quoting import encode_name, quote_name
+from ..model import AuditLevel, CommitId, CommitState, FindingKind, Reach
+from ..quoting import encode_name
 from . import connectivity
 from .blemishes import judge_blemishes
 from .connectivity import CommitVerdict
@@ -56,6 +37,7 @@ from .refs import (
     wrong_refs,
     wrongly_peeled,
 )
+from .stand_in import readable
 
 
 class Reached(NamedTuple):
@@ -264,228 +246,3 @@ def _reach_by(ref: str, head: str | None) -> Reach:
     pulls = ("refs/pull/", "refs/merge-requests/", "refs/changes/")
     table |= dict.fromkeys(pulls, Reach.PULL_REQUEST)
     return next((reach for prefix, reach in table.items() if ref.startswith(prefix)), Reach.BRANCH)
-
-
-# -- a stand-in for a mirror: a repository with its refs and links to its good objects -------------
-#
-# An audit reads it where git would stop at the mirror's bad files. A heal works in it, so that the
-# mirror stays as it was until everything is proven. It has no configuration, commit-graph, bitmap
-# or multi-pack index, so every object that git finds in it is good.
-
-
-@contextmanager
-def readable(git_dir: Path, files: RefFiles, strange: Collection[BadFile]) -> Iterator[Path]:
-    """Return the mirror, or a stand-in where git would refuse it, or follow planted files."""
-    if not files.bad and not strange:
-        yield git_dir
-        return
-    with tempfile.TemporaryDirectory(prefix="mirrord-stand-in-") as directory:
-        stand_in = Path(directory)
-        if strange:
-            # git follows symbolic links, so their findings affect no commit
-            unread = [bad for bad in strange if not is_readable_link(git_dir / bad.path)]
-            make_stand_in(git_dir, unread, files.refs, stand_in, link=os.symlink)
-        else:  # one link, in case the mirror is packed during the audit
-            (stand_in / "objects").symlink_to(git_dir / "objects")
-        _write_refs(stand_in, files.refs, files.head)
-        yield stand_in
-
-
-def is_readable_link(path: Path) -> bool:
-    return path.is_symlink() and (path.is_file() or path.is_dir())
-
-
-def make_stand_in(
-    git_dir: Path,
-    bad_files: Collection[BadFile],
-    refs: Mapping[str, str],
-    into: Path,
-    *,
-    link: Callable[[Path, Path], None] = os.link,
-) -> None:
-    """Make `into` a repository that has `refs` and the objects of good files.
-
-    A hard link survives when a file of the mirror moves; a symbolic one crosses file systems.
-    """
-    bad = {bad.path for bad in bad_files}
-    make_repository(into, refs)
-    if "objects" in bad:
-        return
-    for index in () if "objects/pack" in bad else packs_in(git_dir / "objects/pack", ".idx"):
-        pack = index.with_suffix(".pack")
-        if bad.isdisjoint({f"objects/pack/{index.name}", f"objects/pack/{pack.name}"}):
-            # git finds a pack by its index, which therefore comes last
-            link(pack, into / "objects/pack" / pack.name)
-            link(index, into / "objects/pack" / index.name)
-    for directory in (git_dir / "objects").glob("[0-9a-f][0-9a-f]"):
-        if f"objects/{directory.name}" in bad:
-            continue
-        target = into / "objects" / directory.name
-        names = os.listdir(directory)
-        good = [name for name in names if f"objects/{directory.name}/{name}" not in bad]
-        if len(good) == len(names):  # git writes nothing into it
-            target.symlink_to(directory)
-            continue
-        target.mkdir()
-        for name in good:
-            link(directory / name, target / name)
-
-
-def make_repository(path: Path, refs: Mapping[str, str] | None = None) -> None:
-    """Make an empty repository with refs, whose objects come later."""
-    (path / "objects/pack").mkdir(parents=True)
-    _write_refs(path, refs or {}, None)
-
-
-def _write_refs(repository: Path, refs: Mapping[str, str], head: str | None) -> None:
-    (repository / "HEAD").write_bytes(encode_name(f"ref: {head or 'refs/heads/main'}\n"))
-    (repository / "refs").mkdir(exist_ok=True)
-    (repository / "packed-refs").write_bytes(packed_refs(refs))
-
-
-def borrow_from(repository: Path, *lenders: Path) -> None:
-    """Let git in `repository` read the objects of others, by alternates."""
-    info = repository / "objects/info"
-    info.mkdir(exist_ok=True)
-    (info / "alternates").write_text("".join(f"{lender / 'objects'}\n" for lender in lenders))
-
-
-# -- findings, parts and the report of an audit ----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MirrorJudgement:
-    """The audit of one mirror: its recorded commits and what was found.
-
-    `unresolved` are the instances without a base commit, because the mirror lacks their branches;
-    `accept` are the findings that the configuration accepts.
-    """
-
-    name: MirrorName
-    rows: Collection[RecordedRow]
-    examined: Examined
-    accept: Collection[str] = ()
-    healed: int = 0
-    repair: Repair | None = None
-    row: MirrorRow | None = None
-    unresolved: Collection[str] = ()
-
-
-@dataclass(slots=True)
-class AuditRun:
-    """A running audit; `parts` are the judged mirrors, `left` the others, by mirror key."""
-
-    request: StartAudit
-    level: AuditLevel
-    progress: ProgressSink | None
-    id: str
-    started_at: datetime
-    parts: dict[str, AuditPart] = field(default_factory=dict)
-    left: dict[str, MirrorName] = field(default_factory=dict)
-    failures: list[Finding] = field(default_factory=list)
-
-    def report(self) -> Audit:
-        parts = sorted(self.parts.values(), key=lambda part: part.mirror.lower())
-        findings = [*(finding for part in parts for finding in part.findings), *self.failures]
-        return Audit(
-            id=self.id, level=self.level, dataset=self.request.dataset,
-            mirrors=[part.mirror for part in parts],
-            left=sorted(map(str, self.left.values())),
-            started_at=self.started_at, finished_at=utc_now(),
-            counts=dict(sum((Counter(part.counts) for part in parts), Counter())),
-            reach=dict(sum((Counter(part.reach) for part in parts), Counter())),
-            findings=findings,
-            open_count=sum(not finding.accepted for finding in findings),
-            affected=sorted({instance for part in parts for instance in part.affected}),
-            healed=sum(part.healed for part in parts),
-            repairs=[part.repair for part in parts if part.repair],
-        )  # fmt: skip
-
-
-def part_of(judged: MirrorJudgement, stores: Mapping[str, str]) -> AuditPart:
-    """Make the part of one mirror; `stores` are damaged templates and stores, with their fate.
-
-    Commits that only persons pinned are not counted, but have findings.
-    """
-    recorded = {row.commit for row in judged.rows}
-    verdicts, reach = judged.examined.verdicts, judged.examined.reach
-    findings = list(findings_of(judged))
-    for what, fate in sorted(stores.items()):
-        findings.append(_finding(judged, FindingKind.STORE, what, detail=f"{what}: {fate}"))
-    servable = {CommitState.OK, CommitState.UNPINNED}
-    if judged.unresolved:
-        fact = f"the mirror lacks branches that instances start from: {len(judged.unresolved)}"
-        ids, state = sorted(judged.unresolved), CommitState.MISSING
-        finding = _finding(judged, FindingKind.MISSING, detail=fact, state=state, instances=ids)
-        findings.append(finding)
-    open_ = [finding for finding in findings if not finding.accepted]
-    broken = {finding.commit for finding in open_ if finding.state not in servable}
-    bases = (row for row in judged.rows if row.role is CommitRole.BASE)
-    broken |= {
-        commit
-        for subject, defect in judged.examined.defects.items()
-        if defect.commits and not _is_accepted(judged, defect.kind, subject)
-        for commit in defect.commits
-    }
-    unservable = {row.instance for row in bases if row.commit in broken}
-    return AuditPart(
-        mirror=str(judged.name),
-        counts=dict(Counter(verdicts[oid].state for oid in verdicts if oid in recorded)),
-        reach=dict(Counter(reach[oid] for oid in reach if oid in recorded)),
-        findings=findings,
-        affected=sorted({*judged.unresolved, *unservable}),
-        healed=judged.healed,
-        repair=judged.repair,
-    )
-
-
-def unjudged(name: MirrorName, reason: str, accept: Collection[str]) -> Finding:
-    """Make the finding of a mirror that could not be examined; its commits are not counted."""
-    judged = MirrorJudgement(name, (), Examined(), accept)
-    return _finding(judged, FindingKind.UNJUDGED, detail=f"it could not be judged: {reason}")
-
-
-def is_sound(judged: MirrorJudgement) -> bool:
-    """True if a heal has nothing to do: what fsck refuses is whole, as upstream made it."""
-    return all(
-        finding.accepted or finding.kind is FindingKind.REFUSED for finding in findings_of(judged)
-    )
-
-
-def findings_of(judged: MirrorJudgement) -> Iterator[Finding]:
-    """Iterate over a finding for each bad commit, then for each defect of the mirror."""
-    verdicts = sorted(judged.examined.verdicts.items())
-    bad = [(oid, verdict) for oid, verdict in verdicts if verdict.state is not CommitState.OK]
-    blemished = {oid for defect in judged.examined.defects.values() for oid in defect.commits}
-    instances: dict[str, set[str]] = {oid: set() for oid in {*blemished, *(oid for oid, _ in bad)}}
-    roles: dict[str, set[CommitRole]] = {oid: set() for oid in instances}
-    for row in judged.rows if instances else ():
-        if row.commit in instances:
-            instances[row.commit].add(row.instance)
-            roles[row.commit].add(row.role)
-    for oid, verdict in bad:
-        yield _finding(
-            judged, FindingKind(verdict.state), oid, commit=oid, state=verdict.state,
-            reach=judged.examined.reach.get(oid), instances=sorted(instances[oid]),
-            roles=sorted(roles[oid]),
-            objects=list(verdict.objects), detail=verdict.detail,
-        )  # fmt: skip
-    for subject, defect in sorted(judged.examined.defects.items()):
-        affected = {instance for oid in defect.commits for instance in instances[oid]}
-        yield _finding(
-            judged, defect.kind, subject, instances=sorted(affected),
-            objects=[subject] if defect.kind is FindingKind.REFUSED else [],
-            detail=f"{quote_name(subject)}: {defect.reason}",
-        )  # fmt: skip
-
-
-def _is_accepted(judged: MirrorJudgement, kind: FindingKind, subject: str) -> bool:
-    return is_accepted(judged.accept, kind, judged.name, quote_name(subject))
-
-
-def _finding(judged: MirrorJudgement, kind: FindingKind, subject: str = "", **more: Any) -> Finding:
-    more.setdefault("state", CommitState.CORRUPT)
-    return Finding(
-        mirror=str(judged.name), kind=kind, subject=subject,
-        accepted=_is_accepted(judged, kind, subject), **more,
-    )  # fmt: skip

@@ -26,17 +26,9 @@ from ..model import AuditLevel, CommitState, FindingKind, MirrorName, Reach, sho
 from ..telemetry import log
 from .connectivity import CommitVerdict
 from .defects import Defect
-from .examine import (
-    AuditRun,
-    Examined,
-    MirrorJudgement,
-    Reached,
-    examine,
-    is_sound,
-    part_of,
-    unjudged,
-)
+from .examine import Examined, Reached, examine
 from .layout import no_directory
+from .report import AuditRun, MirrorJudgement, is_sound, part_of, unjudged
 
 Repairer = Callable[[MirrorJudgement, protocol.ProgressSink | None], Awaitable[protocol.Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]

@@ -34,7 +34,7 @@ from ..errors import BackendUnavailableError, InvalidConfigError, MirrordError, 
 from ..fleet.claims import Claims
 from ..git.command import Git
 from ..grading.service import Grading
-from ..heal.repair import Heals
+from ..heal.service import Heals
 from ..host.namespaces import home
 from ..host.namespaces.place import find_place
 from ..host.peers import Access

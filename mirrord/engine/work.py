@@ -23,7 +23,7 @@ from ..environments.images.importing import key_of_image
 from ..environments.service import Environments
 from ..errors import InstanceNotFoundError, InvalidRequestError
 from ..fleet import with_obstore
-from ..heal.repair import Heals
+from ..heal.service import Heals
 from ..jobs.operations import Operations, Work
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, DatasetName, MirrorName, shown

@@ -15,7 +15,8 @@ from pathlib import Path
 from anyio import to_thread
 
 from .. import errors
-from ..bundles.service import Bundles, sort_refs
+from ..bundles.merging import sort_refs
+from ..bundles.service import Bundles
 from ..catalog import Generation
 from ..errors import host_error
 from ..git.packs import PackIndex, pack_trailer

@@ -1,39 +1,27 @@
-"""The donors of a heal, the cheapest first, and the transfer of missing objects from them.
+"""The donors of a heal, the cheapest first.
 
 A donor lends a repository that may have some of the objects; `Transfer` takes those that it has and
 checks them. Checkouts are no donors, because others write in them. A bundle is opened only when
 objects are missing. Never writes to a mirror, and only reads damaged packs.
 """
 
-import shutil
-import struct
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
 from ..audit.connectivity import Missing
-from ..audit.damage import unreadable
 from ..audit.defects import TIMEOUT
-from ..audit.examine import borrow_from, make_repository
-from ..audit.reading import OBJECT_ID, object_kinds
+from ..audit.stand_in import borrow_from, make_repository
 from ..bundles.bundle_file import BundleHeader, index_bundle, read_header
-from ..bundles.service import BundleRefs, sort_refs
+from ..bundles.merging import BundleRefs, sort_refs
 from ..catalog import MirrorRow
-from ..errors import (
-    CorruptObjectError,
-    GitFailedError,
-    MirrordError,
-    StoppingError,
-    full_disk_named,
-)
+from ..errors import CorruptObjectError, MirrordError, StoppingError, full_disk_named
 from ..fleet import with_obstore
-from ..git.command import Git, GitResult, lines_of, run_git_sync
-from ..git.fsck import STRICT
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..mirrors.quarantine import DAMAGED, within_room
 from ..mirrors.repository import Repository
@@ -44,13 +32,14 @@ from ..places import Layout
 from ..protocol import ProgressSink
 from ..quoting import quote_name
 from ..telemetry import log
-from ..workers.pool import Workers
+from .damaged_packs import may_hold, salvage
 
 if TYPE_CHECKING:
     from ..fleet.restore import StoreDonor
 
 _LENT = "the bundle that was sent"
 STORE = "the store"
+SALVAGED = "the intact part of "
 
 
 class Donor(NamedTuple):
@@ -309,164 +298,3 @@ def _gather_packs(templates: Path, wanted: Collection[str], into: Path) -> bool:
         for file in (pack, index.path):
             (into / "objects/pack" / file.name).symlink_to(file)
     return True
-
-
-# -- the transfer of objects into a heal's stand-in ------------------------------------------------
-#
-# A donor's repository packs exactly the missing objects that it has, and `index-pack` hashes each
-# again. A pack with any other object is discarded.
-
-SALVAGED = "the intact part of "
-
-
-@dataclass(slots=True)
-class Transfer:
-    """The packs in `stand_in` that came from donors, and the count of objects from each donor."""
-
-    git: Git
-    workers: Workers
-    stand_in: Path
-    work: Path
-    packs: list[Path] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    async def take_missing(self, name: str, donor: Path, missing: Missing) -> int:
-        """Take the missing objects that the donor has, and what they reach; return the count."""
-        wanted = await self._find_present(donor, missing.all)
-        if not wanted:
-            return 0
-        whole = await self._find_present(donor, missing.whole) if missing.whole else set()
-        tips = lines_of([*sorted(wanted), *(f"^{oid}" for oid in sorted(whole))])
-        # with a commit-graph git (2.39) does not notice that a commit is missing
-        walk = ("-c", "core.commitGraph=false", "rev-list", "--objects", "--no-object-names")
-        try:
-            walked = await self._git(donor, "walk a donor", *walk, "--stdin", stdin=tips)
-            wanted.update(walked.lines)
-        except (CorruptObjectError, GitFailedError):
-            pass  # the donor lacks objects itself
-        return await self._take(name, donor, wanted)
-
-    async def take_all(self, name: str, donor: Path, bad: Collection[str]) -> int:
-        """Take every object of the donor that the stand-in lacks, but for the `bad` ones."""
-        command = ("cat-file", "--batch-all-objects", "--batch-check=%(objectname)", "--unordered")
-        listing = await self._git(donor, "list intact objects", *command, "--buffer")
-        return await self._take(name, donor, set(listing.lines) - set(bad))
-
-    async def _git(self, git_dir: Path, doing: str, *args: str, **more: Any) -> GitResult:
-        return await self.git.run(*args, git_dir=git_dir, timeout=TIMEOUT, doing=doing, **more)
-
-    async def _find_present(self, repository: Path, oids: Iterable[str]) -> set[str]:
-        kinds = await self.workers.run(object_kinds, repository, sorted(oids), timeout=TIMEOUT)
-        return {oid for oid, kind in kinds.items() if kind}
-
-    async def _take(self, name: str, donor: Path, wanted: set[str]) -> int:
-        oids = sorted(wanted - await self._find_present(self.stand_in, wanted))
-        if not oids:
-            return 0
-        try:
-            taken = await self._pack(donor, oids)
-        except (CorruptObjectError, GitFailedError):
-            bad = await self.workers.run(unreadable, donor, oids, timeout=TIMEOUT)
-            oids = [oid for oid in oids if oid not in bad]
-            if not oids:
-                raise
-            # git (2.39) copies packed objects unchecked to --stdout; with --no-reuse-object it
-            # checks them, and uses a good copy elsewhere
-            taken = await self._pack(donor, oids, *(() if bad else ("--no-reuse-object",)))
-        self.packs.append(taken)
-        self.counts[name] = self.counts.get(name, 0) + len(oids)
-        return len(oids)
-
-    async def _pack(self, donor: Path, oids: Collection[str], *options: str) -> Path:
-        """Add a pack of exactly `oids` to the stand-in; raises CorruptObjectError for others."""
-        stream = self.work / "stream.pack"
-        await self._git(
-            donor, "pack what is missing",
-            "pack-objects", "--stdout", "--delta-base-offset", "-q", *options,
-            stdin=lines_of(oids), stdout_path=stream,
-        )  # fmt: skip
-        index = ("index-pack", "--stdin")
-        done = await self._git(self.stand_in, "index what a donor gave", *index, stdin=stream)
-        stream.unlink()
-        pack = self.stand_in / "objects/pack" / f"pack-{done.lines[-1].split()[-1]}.pack"
-        if {oid.hex() for oid in PackIndex(pack.with_suffix(".idx"))} != set(oids):
-            for file in pack.parent.glob(f"{pack.stem}.*"):
-                file.unlink()
-            raise CorruptObjectError("cannot take objects from a donor: their ids do not match")
-        return pack
-
-    async def prove(self, final: Path, *, whole: bool) -> None:
-        """Index every pack that was taken into `final`, which borrows from the stand-in.
-
-        With `whole`, nothing is missing any more, so fsck checks each object and its references.
-        """
-        command = ("index-pack", *((STRICT,) if whole else ()), "--stdin")
-        for pack in self.packs:
-            await self._git(final, "check what donors gave", *command, stdin=pack)
-
-
-# -- damaged packs, in a worker --------------------------------------------------------------------
-
-
-def may_hold(pack: Path, oids: Collection[str]) -> bool:
-    """True if the index of a pack has one of `oids`, or is no good."""
-    if pack.is_dir():
-        return False
-    try:
-        index = PackIndex(pack.with_suffix(".idx"))
-    except (CorruptObjectError, OSError):
-        return True
-    return any(bytes.fromhex(oid) in index for oid in oids)
-
-
-def salvage(pack: Path, into: Path) -> set[str]:
-    """Make `into` a repository of what can be read of `pack`; return the bad objects in it.
-
-    With an index, a copy of the pack gets a right header and trailer, so that git opens it; fsck
-    names the bad objects, which are then made unreadable. Without an index, git unpacks the pack
-    from its start.
-    """
-    make_repository(into)
-
-    def git(doing: str, *args: str, stdin: Path | None = None) -> GitResult:
-        # negative where a signal ended git: index-pack (2.39) aborts on some damaged packs
-        any_status = range(-64, 256)
-        return run_git_sync(
-            *args, git_dir=into, stdin=stdin, ok=any_status, timeout=TIMEOUT, doing=doing
-        )
-
-    if git("index a pack again", "index-pack", "--stdin", stdin=pack).status == 0:
-        return set()  # only the index was damaged
-    try:
-        index = PackIndex(pack.with_suffix(".idx"))
-    except (CorruptObjectError, OSError):
-        # -r goes on after a damaged object
-        git("unpack a damaged pack", "unpack-objects", "-r", "-q", stdin=pack)
-        return set()
-    copy = into / "objects/pack" / pack.name
-    shutil.copyfile(pack, copy)
-    shutil.copyfile(index.path, copy.with_suffix(".idx"))
-    # git refuses a pack whose header or trailer do not fit its index, and dies where an object
-    # would begin after the end
-    end, last = pack.stat().st_size - len(index.pack_checksum), max(index.offsets(), default=0)
-    with copy.open("r+b") as file:
-        file.write(struct.pack(">4sII", b"PACK", 2, index.count))
-        file.truncate(file.seek(end if last < end else last + 4096))
-        file.write(index.pack_checksum)
-    fsck = ("fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs")
-    # among them objects whose packed bytes changed and still unpack to the same content
-    named = OBJECT_ID.findall(git("look for intact objects", *fsck).stderr)
-    bad = unreadable(into, sorted(set(named)))
-    # Break bad objects that are no deltas, or deltas would build on them instead of a good copy. A
-    # damaged index may give a bad object the offset of a good one; that offset stays.
-    ids = {bytes.fromhex(oid) for oid in bad}
-    offsets = list(zip(index, index.offsets(), strict=True))
-    good = {offset for oid, offset in offsets if oid not in ids}
-    with copy.open("r+b") as file:
-        for offset in {offset for oid, offset in offsets if oid in ids} - good:
-            file.seek(offset)
-            # gitformat-pack: 1 to 4 are whole objects, 6 and 7 deltas, and 0 is invalid
-            if 1 <= int.from_bytes(file.read(1)) >> 4 & 7 <= 4:  # not a delta
-                file.seek(offset)
-                file.write(b"\0")
-    return bad

@@ -14,7 +14,7 @@ import pytest
 from gitrepos import Upstream, git
 from heal_parts import House, refs_of
 
-from mirrord.audit.examine import MirrorJudgement
+from mirrord.audit.report import MirrorJudgement
 from mirrord.audit.service import Audits, Repairer, Scrubber
 from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.model import AuditLevel, CommitId, MirrorName

@@ -8,7 +8,7 @@ import pytest
 from daemon_fleet import Fleet, become_like, checkout, done, eventually, refs, rows
 from gitrepos import Upstream, git
 
-from mirrord.bundles.service import RECORDS
+from mirrord.bundles.merging import RECORDS
 from mirrord.fleet.generations import list_published, read_manifest
 from mirrord.fleet.objects import ObjectStore
 from mirrord.model import MirrorName

@@ -16,7 +16,7 @@ from mirrord.bundles.service import Bundles
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, encode_row
 from mirrord.config import Settings, UpstreamSettings
 from mirrord.git.command import Git
-from mirrord.heal.repair import Heals
+from mirrord.heal.service import Heals
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.mirrors.repository import HISTORY, PINS
