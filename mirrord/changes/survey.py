@@ -26,7 +26,8 @@ from ..trees.pooled import has_top
 from ..trees.reader import TreeReader, parents
 from ..trees.relocation import Relocation
 from ..trees.scan import is_control, scan
-from .copying import HIDDEN, CopyRule, Piece, Pieces, Taken, Where, copy_layer, hidden_by
+from .copying import copy_layer
+from .pieces import HIDDEN, CopyRule, Piece, Pieces, Taken, Where, hidden_by
 
 # -- overlays --------------------------------------------------------------------------------------
 #

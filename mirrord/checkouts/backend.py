@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..changes.copying import CopyRule, Taken
+from ..changes.pieces import CopyRule, Taken
 from ..model import Backend, Target
 from ..protocol import Proof
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from ..changes.copying import CopyLimits, CopyRule, Taken
+from ..changes.pieces import CopyLimits, CopyRule, Taken
 from ..errors import ConflictError, LimitReachedError, NotFoundError
 from ..model import CheckoutId, LayerId, shown
 from .backend import CheckoutBackend

@@ -130,7 +130,7 @@ class Terms:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
     """A saved state of a checkout: its base, whose layers have the copied content, and what the
-    copy has (`changes.copying.Taken`).
+    copy has (`changes.pieces.Taken`).
     """
 
     name: str

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import anyio.to_thread
 
 from .. import errors
-from ..changes.copying import CopyRule, Taken
+from ..changes.pieces import CopyRule, Taken
 from ..changes.survey import OverlayPaths, copy_overlay, overlay_changes
 from ..errors import full_disk_named, host_error
 from ..host.files import open_child, open_directory, open_regular, opened

@@ -19,7 +19,7 @@ from typing import Any
 import anyio.to_thread
 
 from .. import errors
-from ..changes.copying import CopyLimits, CopyRule, Taken
+from ..changes.pieces import CopyLimits, CopyRule, Taken
 from ..errors import full_disk_named
 from ..host.files import opened, read_plain, sync_directory, sync_tree, write_all
 from ..model import CommitId, EnvironmentName, History, LayerId, MirrorName, View, shown

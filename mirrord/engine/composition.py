@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..catalog import InstanceRow
-from ..changes.copying import CopyLimits
+from ..changes.pieces import CopyLimits
 from ..checkouts.backend import CheckoutBackend
 from ..checkouts.forks import Forks
 from ..checkouts.layers import Layers, objects_path

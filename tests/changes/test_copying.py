@@ -13,16 +13,8 @@ import pytest
 
 from mirrord import errors
 from mirrord.changes import copying
-from mirrord.changes.copying import (
-    HIDDEN,
-    CopyLimits,
-    CopyRule,
-    Piece,
-    Pieces,
-    Taken,
-    Where,
-    copy_layer,
-)
+from mirrord.changes.copying import copy_layer
+from mirrord.changes.pieces import HIDDEN, CopyLimits, CopyRule, Piece, Pieces, Taken, Where
 from mirrord.host.files import open_directory, opened
 from mirrord.host.processes import ActingAs
 from mirrord.trees.manifest import clock_ns

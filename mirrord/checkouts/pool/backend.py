@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 
 from ... import errors
-from ...changes.copying import CopyRule, Taken
+from ...changes.pieces import CopyRule, Taken
 from ...changes.survey import PoolTree, copy_pool, pool_changes
 from ...host.files import mounted_on
 from ...host.mount_tables import Visible, mounts_below, visible_to
