@@ -20,8 +20,9 @@ from dataset_parts import NAME, House, parts_on
 from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
+from mirrord.datasets.lookups import QueryCache
 from mirrord.datasets.pinning import write_journal
-from mirrord.datasets.service import DatasetFile, Datasets, QueryCache, name_from
+from mirrord.datasets.service import DatasetFile, Datasets, name_from
 from mirrord.errors import (
     CatalogUnavailableError,
     InstanceAmbiguousError,
