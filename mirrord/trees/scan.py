@@ -19,19 +19,10 @@ from pathlib import Path
 
 from ..errors import ProofFailedError
 from ..git.objects.trees import tree_bytes
-from ..host.files import (
-    is_locked,
-    mounted_on,
-    names_in,
-    open_beneath,
-    open_child,
-    open_top,
-    opened,
-    shown_path,
-)
+from ..host.files import mounted_on, open_beneath, open_child, open_top, opened, shown_path
 from ..host.processes import ActingAs, Owner, may_forge_ctimes
 from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
-from .reader import TreeReader, content_id
+from .reader import Inside, TreeReader, content_id
 
 _CONTROL = b".git"
 
@@ -174,7 +165,10 @@ class _Examination:
             if seen is None:
                 self._miss(path)
             elif path in self.children:
-                self._judge_directory(path, entry, seen)
+                owner = (seen.st_uid, seen.st_gid)
+                is_expected = stat.S_ISDIR(seen.st_mode) and owner == (entry.uid, entry.gid)
+                inside = self.reader.look_into(path) if is_expected else None
+                self._judge_directory(path, entry, seen, inside)
             elif stat_tuple(seen) != entry[3:]:
                 try:  # at a mount point, lstat is that of the mounted file
                     os.close(open_beneath(directory, name, os.O_PATH | os.O_NOFOLLOW))
@@ -189,31 +183,25 @@ class _Examination:
                         continue
                 self.found.modified.append(path)
 
-    def _judge_directory(self, path: bytes, entry: Entry, seen: os.stat_result) -> None:
+    def _judge_directory(
+        self, path: bytes, entry: Entry, seen: os.stat_result, inside: Inside | None
+    ) -> None:
         """Judge a directory by its own stat and its names, not by the stat of its content."""
-        inside = path + b"/" if path else b""
-        expected = {child.removeprefix(inside) for child in self.children[path]}
-        fd = -1
-        if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
-            with suppress(OSError):
-                fd, _ = self.reader.locate(inside)
-        if fd < 0:
+        if inside is None:
             self.found.modified.append(path)
             for child in self.children[path]:
                 self._miss(child)
             return
-        is_sound = (
-            stat.S_IMODE(seen.st_mode ^ entry.st_mode) == 0
-            and not os.listxattr(fd)
-            and not is_locked(fd)
-        )
-        names = set(names_in(fd))
+        prefix = path + b"/" if path else b""
+        expected = {child.removeprefix(prefix) for child in self.children[path]}
+        names = inside.names
+        is_sound = stat.S_IMODE(seen.st_mode ^ entry.st_mode) == 0 and inside.is_plain
         if not is_sound:
             self.found.modified.append(path)
         for name in sorted(names - expected):
-            self.found.extra.append(inside + name)
+            self.found.extra.append(prefix + name)
         for name in sorted(expected - names):
-            self._miss(inside + name)
+            self._miss(prefix + name)
         if names == expected and is_sound and stat_tuple(seen) != entry[3:]:
             self.found.proven[path] = seen
             self.found.youngest_ns = max(self.found.youngest_ns, seen.st_ctime_ns)
