@@ -184,10 +184,10 @@ def read_duration(text: str | None, option: str) -> timedelta | None:
     return duration
 
 
-def read_jobs(text: str) -> int:
-    """Parse --jobs, a number of 1 to 256."""
+def read_jobs(text: str, option: str = "--jobs") -> int:
+    """Parse --jobs, or another option that is a number of 1 to 256."""
     if not text.isdecimal() or not 0 < int(text) <= 256:
-        raise UsageError(f"cannot read --jobs {text}", hint="give a number from 1 to 256")
+        raise UsageError(f"cannot read {option} {text}", hint="give a number from 1 to 256")
     return int(text)
 
 

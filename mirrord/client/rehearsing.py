@@ -78,6 +78,7 @@ class Record:
         self.logs: list[str] = []
         self.verdict: VerdictBy | None = None
         self.contradictions: list[str] = []
+        self.flaky: list[str] = []
 
     @contextmanager
     def step(self, name: str, *, needed: bool = False) -> Iterator[Step]:
@@ -177,7 +178,8 @@ def command_of(recipe: protocol.Recipe, row: protocol.Instance) -> str:
     """Return the recipe's command with the files of the test patch, else of the listed tests. Only
     runners of Python take files.
     """
-    if not testlogs.takes_files(recipe.log_parser):
+    is_scripted = testlogs.is_scripted(recipe.test_command)
+    if is_scripted or not testlogs.takes_files(recipe.log_parser):
         return f"exec 2>&1\n{recipe.test_command}"
     arguments = testlogs.arguments_of(row.test_patch or "", row.repo)
     if not arguments:
@@ -213,6 +215,16 @@ def judge_tests(
             first = misses[0].test
             facts.append(f"{len(misses)} of {len(tests)} {name} do not {verb}, such as {first}")
     return unexpected, " and ".join(facts)
+
+
+def find_flaky(row: protocol.Instance, runs: Sequence[testlogs.Outcomes]) -> list[str]:
+    """Return the tests of a row that pass in some of the runs and not in others."""
+    tests = dict.fromkeys([*(row.fail_to_pass or ()), *(row.pass_to_pass or ())])
+    good = {testlogs.Outcome.PASSED, testlogs.Outcome.SKIPPED}
+    return [
+        test for test in tests
+        if len({testlogs.outcome_of(test, outcomes) in good for outcomes in runs}) > 1
+    ]  # fmt: skip
 
 
 def require_lists(row: protocol.Instance) -> None:

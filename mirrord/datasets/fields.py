@@ -21,6 +21,7 @@ from ..jsontext import loads
 from ..model import UNREAD_LIST, CommitId, Direction, History, MirrorName, parse_commit, shown
 from ..places import read_workdir
 from ..telemetry import mask_url
+from ..testlogs import SCRIPTS
 from .testlists import is_absent, is_encodable, read_names
 
 RawFields = Mapping[str, Any]
@@ -95,6 +96,10 @@ STANDARD = Columns(
         "fail_to_pass": ("FAIL_TO_PASS", "fail_to_pass"),
         "pass_to_pass": ("PASS_TO_PASS", "pass_to_pass"),
         "image_name": ("image_name", "docker_image", "image"),
+        "eval_script": ("eval_script",),
+        "run_script": ("run_script", "run_script.sh"),
+        "parsing_script": ("parsing_script", "parser.py"),
+        "test_files": ("selected_test_files_to_run",),
     },
     {},
 )
@@ -326,8 +331,8 @@ class Fields:
     def install_config(self) -> dict[str, Any] | None:
         """Read how the environment is built, in SWE-rebench's form.
 
-        Only known members are kept, with texts and lists or objects of texts. The log parser may be
-        in a column of its own.
+        Only known members are kept, with texts and lists or objects of texts. The log parser and
+        scripts that run the tests are columns of their own.
         """
         name, value = self._find("install_config")
         if isinstance(value, str):
@@ -339,6 +344,11 @@ class Fields:
             self.note(f"{name}: not an object, left out")
         if parser := self.text("log_parser"):
             config.setdefault("log_parser", parser)
+        for script in SCRIPTS:
+            if isinstance(text := self._find(script)[1], str) and is_encodable(text):
+                config[script] = text
+        if "run_script" in config:
+            config["test_files"] = list(self.names("test_files"))
         config = {key: member for key, member in config.items() if member}
         if len(json.dumps(config)) > _INSTALL_BYTES:
             self.note(f"{name}: longer than {_INSTALL_BYTES} bytes, left out")

@@ -14,7 +14,7 @@ from ..catalog import InstanceRow
 from ..errors import InvalidRecipeError, InvalidRequestError, RecipeNotFoundError
 from ..model import shown
 from ..protocol import Recipe
-from ..testlogs import parser_of_repo
+from ..testlogs import SCRIPTS, command_of_scripts, parser_of_repo
 from .recipes import RUNNERS, checked, key_of
 from .requirements import pip_lines
 
@@ -44,7 +44,7 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
     """
     spec = dict(swebench_specs().get(row.repo.lower(), {}).get(row.version or "", {}))
     own = row.install_config or {}
-    if own.keys() - {"log_parser"}:
+    if own.keys() - {"log_parser", "test_files", *SCRIPTS}:
         spec = dict(own)
     if row.python_version:
         spec = {**(spec or _DEFAULT_SPEC), "python": row.python_version}
@@ -122,14 +122,19 @@ def image_recipe_of(row: InstanceRow, key: str) -> Recipe | None:
     """Return how the tests of an instance run in its image; None if nothing says it."""
     spec = dict(swebench_specs().get(row.repo.lower(), {}).get(row.version or "", {}))
     own = row.install_config or {}
+    runner, parser = RUNNERS.get(row.repo.lower(), []), own.get("log_parser")
+    if command := command_of_scripts(own):
+        if {"run_script", "parsing_script"} <= own.keys():
+            parser = "parsing_script"
+        parser = str(parser or parser_of_repo(row.repo))
+        return Recipe(key=key, python="", test_command=command, runner=runner, log_parser=parser)
     test = " && ".join(_list(own, "test_cmd") or _list(spec, "test_cmd"))
     if not test:
         return None
     commands, variables = _variables_of({**spec, **own})
     return Recipe(
         key=key, python="", test_command="; ".join([_ACTIVATE, *commands, test]),
-        variables=variables, runner=RUNNERS.get(row.repo.lower(), []),
-        log_parser=str(own.get("log_parser") or parser_of_repo(row.repo)),
+        variables=variables, runner=runner, log_parser=str(parser or parser_of_repo(row.repo)),
     )  # fmt: skip
 
 

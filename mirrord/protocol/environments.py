@@ -47,7 +47,7 @@ class BuildEnvironments(Request):
     frozen: bool = False
     images: bool = False
     image_name: Word | None = None
-    jobs: Annotated[int, Bounds(ge=1, le=64)] = 4
+    jobs: Annotated[int, Bounds(ge=1, le=256)] = 4
 
 
 class ImportImage(Request):
@@ -218,7 +218,7 @@ class Rehearsed(Answer):
     the mirror and the daemon for which the result holds. If its tests ran, it has the
     `environment`, the first of the `unexpected` tests, and the files of the `logs`. The `verdict`
     is by the runner's report, or by the log; `contradictions` are what logs and exit statuses say
-    against it.
+    against it. `flaky` tests passed in some of several runs and not in others.
     """
 
     instance: str
@@ -235,6 +235,7 @@ class Rehearsed(Answer):
     unexpected: list[UnexpectedTest] = []
     verdict: Literal["report", "log"] | None = None
     contradictions: list[str] = []
+    flaky: list[str] = []
     logs: list[str] = []
 
     @property

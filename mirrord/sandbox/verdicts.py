@@ -146,11 +146,13 @@ def judge_run(
     command: str,
     report: PluginReport | None,
     log: str,
-    exit_status: int,
+    exit_status: int | None,
     parser: Parser,
     tests: Collection[str],
 ) -> Verdict:
-    """Judge a run of `tests`. `report` is None where the environment has no pytest that can."""
+    """Judge a run of `tests`. `report` is None where the environment has no pytest that can, and
+    `exit_status` where it is not the runner's.
+    """
     logged = parser(log)
     # a parser of another runner's log cannot read the summary of the report
     reads_pytest = parser("PASSED a::b") == {"a::b": Outcome.PASSED}
@@ -167,16 +169,16 @@ def _contradictions(
     report: PluginReport,
     outcomes: Outcomes,
     logged: Outcomes,
-    exit_status: int,
+    exit_status: int | None,
     tests: Collection[str],
 ) -> Iterator[str]:
     if not report.began:
         yield "pytest sent no report"
     elif report.exit_status is None:
         yield f"pytest did not finish: exit status {exit_status}"
-    elif report.exit_status != exit_status:
+    elif exit_status is not None and report.exit_status != exit_status:
         yield f"exit status {exit_status}, but pytest reported {report.exit_status}"
-    elif not exit_status and report.failed:
+    elif exit_status == 0 and report.failed:
         yield f"exit status 0, but {report.failed} tests failed"
     for test in tests:
         told, truth = logged.get(test), outcomes.get(test)
@@ -187,11 +189,11 @@ def _contradictions(
 
 
 def _contradictions_in(
-    log: str, logged: Outcomes, exit_status: int, parser: Parser, tests: Collection[str]
+    log: str, logged: Outcomes, exit_status: int | None, parser: Parser, tests: Collection[str]
 ) -> Iterator[str]:
     """Yield what a log says against itself or the exit status."""
     failed = [test for test, outcome in logged.items() if outcome in _FAILED]
-    if failed and not exit_status:
+    if failed and exit_status == 0:
         yield f"exit status 0, but the log has {len(failed)} failed tests"
     if exit_status and logged and not failed:
         yield f"exit status {exit_status}, but the log has no failed test"

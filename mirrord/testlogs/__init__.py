@@ -1,6 +1,6 @@
 """Test logs: the outcome of each test. Standard library only; no I/O."""
 
-from . import documents, lines, python
+from . import documents, lines, python, scripts
 from .outcomes import (
     Miss,
     Outcome,
@@ -12,24 +12,32 @@ from .outcomes import (
     lines_about,
     outcome_of,
 )
+from .scripts import SCRIPTS, command_of_scripts, cut_to_tests, is_scripted, tells_status
 
 __all__ = [
+    "SCRIPTS",
     "Miss",
     "Outcome",
     "Outcomes",
     "Parser",
     "Want",
     "arguments_of",
+    "command_of_scripts",
+    "cut_to_tests",
     "find_parser",
+    "is_scripted",
     "iter_misses",
     "lines_about",
     "outcome_of",
     "parser_names",
     "parser_of_repo",
     "takes_files",
+    "tells_status",
 ]
 
-_PARSERS: dict[str, Parser] = {**python.PARSERS, **lines.PARSERS, **documents.PARSERS}
+_PARSERS: dict[str, Parser] = {
+    **python.PARSERS, **lines.PARSERS, **documents.PARSERS, **scripts.PARSERS,
+}  # fmt: skip
 _REPOSITORIES = {"pvlib-python": "pvlib", "scikit-learn": "scikit"}
 
 

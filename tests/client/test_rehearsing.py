@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mirrord.client.rehearsing import PHASES, command_of, judge_tests, log_path
+from mirrord.client.rehearsing import PHASES, command_of, find_flaky, judge_tests, log_path
 from mirrord.protocol import Instance, Recipe
-from mirrord.testlogs import find_parser, lines_about
+from mirrord.testlogs import Outcome, find_parser, lines_about
 
 LOG = """
 =================================== FAILURES ===================================
@@ -94,3 +94,12 @@ def test_a_log_stays_in_its_directory(tmp_path: Path) -> None:
     assert path.parent.parent == tmp_path
     assert path.name == "tests-after.log"
     assert log_path(tmp_path, "..", "tests after").parent.name == "%2E."
+
+
+def test_a_test_that_passes_in_some_runs_only_is_flaky() -> None:
+    passed, failed, error = Outcome.PASSED, Outcome.FAILED, Outcome.ERROR
+    runs = [
+        {"a": passed, "b": passed, "c": failed, "d": passed, "other": passed},
+        {"a": passed, "b": failed, "c": error, "other": failed},
+    ]
+    assert find_flaky(instance(["a", "b"], ["c", "d"]), runs) == ["b", "d"]

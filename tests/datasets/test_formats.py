@@ -183,7 +183,7 @@ def test_parquet_is_read_as_jsonl_is(case: Case, name: str) -> None:
 
 def test_only_columns_that_some_format_reads_are_read_from_parquet() -> None:
     assert {"repo", "created_at", "base_commit", "base", "before_repo_set_cmd"} <= COLUMNS
-    assert {"problem_statement", "hints_text", "eval_script"}.isdisjoint(COLUMNS)
+    assert {"problem_statement", "hints_text", "interface"}.isdisjoint(COLUMNS)
 
 
 # -- what becomes of their values -------------------------------------------------------------------

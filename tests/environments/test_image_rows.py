@@ -29,6 +29,12 @@ pytestmark = [
     pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
 ]
 AGENT = 34541
+PARSING = """printf '{"tests": [' > "$3"; comma=
+while read is dash name; do
+  status=PASSED; [ "$is" = ok ] || status=FAILED
+  printf '%s{"name": "%s", "status": "%s"}' "$comma" "${name#- }" $status >> "$3"; comma=,
+done < "$1"; printf ']}' >> "$3"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +122,9 @@ def test_the_repository_of_an_image_is_found_or_asked_for(
 
 
 def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> None:
-    """A shell project that says its results by TAP; two rows have one image, one has none."""
+    """A shell project that says its results by TAP; most rows have one image, one has none. Its tests
+    run by a command, by SWE-bench's script, or by the two of SWE-bench Pro.
+    """
     buggy, test = "add() { echo 3; }\n", ". ./lib.sh; . ./built.sh\n"
     upstream = Upstream(tmp_path / "sh")
     base = upstream.commit({"lib.sh": buggy, "run.sh": test})
@@ -126,6 +134,8 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
     root = images.root(tmp_path / "root")
     subprocess.run(["git", "clone", "-q", upstream.path, root / "app"], check=True)
     (root / "app/built.sh").write_text(check)
+    (root / "bin/python3").write_text('#!/bin/sh\nexec sh "$@"\n')  # it runs a parsing_script
+    (root / "bin/python3").chmod(0o755)
     images.oci(tmp_path / "i", [images.layer([], above=root)], {"WorkingDir": "/app"})
     change = "diff --git a/{0} b/{0}\n--- a/{0}\n+++ b/{0}\n@@ -1 +1{1} @@\n"
     row = {
@@ -136,8 +146,18 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
         "FAIL_TO_PASS": ["adds"], "PASS_TO_PASS": ["three"],
         "install_config": {"test_cmd": "sh run.sh", "log_parser": "tap"},
     }  # fmt: skip
+    plain = {name: value for name, value in row.items() if name != "install_config"}
+    applied = f"git checkout {base} run.sh\ngit apply -v - <<'E'\n{row['test_patch']}E\n"
+    marked = "set -x\ngit show\necho ok - other\n{}: '>>>>> Start Test Output'\nsh run.sh\n{}{}"
+    end = ": '>>>>> End Test Output'\necho not ok - three\n"
+    scripts = [
+        {"log_parser": "tap", "eval_script": marked.format(applied, end, "git status\n")},
+        {"run_script": "echo $* >&2; sh run.sh", "parsing_script": PARSING,
+         "selected_test_files_to_run": '["run.sh", "b"]'},
+    ]  # fmt: skip
     others = {"o__sh-2": "o/i", "o__sh-3": "o/absent", "o__sh-4": None}
     rows = [row, *({**row, "instance_id": each, "image_name": of} for each, of in others.items())]
+    rows += [{**plain, **each, "instance_id": f"o__sh-{5 + n}"} for n, each in enumerate(scripts)]
     ended = bench.client.wait(
         bench.client.import_dataset((json.dumps(each).encode() + b"\n" for each in rows), name="sh")
     )
@@ -152,13 +172,22 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
             assert (len(report.ready), len(report.failed)) == (1, 2)
         assert set(served.asked.values()) == {1}, "the second time nothing is fetched"
     socket = ("--socket", str(bench.made.socket))
-    words = ("rehearse", "o__sh-1", "--dataset", "sh", "--run", "--json")
-    command = [sys.executable, "-m", "mirrord", *socket, *words]
+    named, logs = ("o__sh-1", "o__sh-5", "o__sh-6"), tmp_path / "logs"
+    words = ("rehearse", *named, "--dataset", "sh", "--run", "--json", "--times", "2")
+    command = [sys.executable, "-m", "mirrord", *socket, *words, "--logs", str(logs)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran
-    (told_of,) = json.loads(ran.stdout)["instances"]
-    steps = {each["name"]: each["outcome"] for each in told_of["steps"]}
-    assert (steps["tests before"], steps["tests after"]) == ("ok", "ok")
+    for told_of in json.loads(ran.stdout)["instances"]:
+        steps = {each["name"]: each["outcome"] for each in told_of["steps"]}
+        assert (steps["tests before"], steps["tests after"]) == ("ok", "ok")
+        assert (told_of["contradictions"], told_of["flaky"], len(told_of["logs"])) == ([], [], 4)
+        outcomes = [
+            json.loads((logs / told_of["instance"] / f"tests-{phase}.json").read_bytes())
+            for phase in ("before", "after-2")
+        ]
+        assert outcomes[0] == {"adds": "failed", "three": "passed"}
+        assert outcomes[1] == {"adds": "passed", "three": "passed"}
+    assert "run.sh,b\n" in (logs / "o__sh-6/tests-after.log").read_text()
     with bench.client.checkout("o__sh-2", environment="auto", owner=AGENT) as checkout:
         assert str(checkout.lease.environment) == report.ready[0]
     bench.remove(report.ready[0])

@@ -21,6 +21,7 @@ from ..session import Argument, Option, OwnerOption, Session, read_duration, rea
 _REPORT_HELP = "Write the results as a page (.html); repeatable."
 _RUN_HELP = "Run the tests in the environment, before and after the gold patch."
 _LOGS_HELP = "Directory for the logs of tests (with --run); default: beside the report."
+_TIMES_HELP = "Run the tests so many times, and name those that differ (with --run)."
 _RESUME_HELP = "Write each result to this file, and skip instances whose result still holds."
 
 
@@ -36,6 +37,7 @@ def rehearse(
     run: Annotated[bool, Option(_RUN_HELP)] = False,
     logs: Annotated[Path | None, Option(_LOGS_HELP, "DIR")] = None,
     timeout: Annotated[str, Option("Limit of a run of the tests.", "DURATION")] = "30m",
+    times: Annotated[str, Option(_TIMES_HELP, "N")] = "1",
     owner: OwnerOption = None,
 ) -> None:
     """Each instance is checked out and compared with its base commit, its seal is verified, its
@@ -47,7 +49,7 @@ def rehearse(
     """
     parallel = read_jobs(jobs)
     tests: dict[str, Any] = {"run": run, "test_timeout": read_duration(timeout, "--timeout")}
-    tests["owner"] = read_owner(owner)
+    tests |= {"owner": read_owner(owner), "times": read_jobs(times, "--times")}
     tests["logs"] = _log_directory(logs, [*(report or ()), *([resume] if resume else [])])
     results = Results(report or (), resume)
 
@@ -97,6 +99,9 @@ def _lines(results: Results) -> Iterator[str]:
         f"{row.instance}: {cell(contradiction)}"
         for row in results.rows
         for contradiction in row.contradictions
+    )
+    yield from (
+        f"{row.instance}: flaky: {cell(test)}" for row in results.rows for test in row.flaky
     )
     if logged := sum(row.verdict == "log" for row in results.rows):
         yield f"{count(logged, 'instance')} judged by the log of its tests alone"

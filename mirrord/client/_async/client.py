@@ -753,16 +753,18 @@ class AsyncClient:
         logs: Path | None = None,
         test_timeout: timedelta = timedelta(minutes=30),
         owner: int | None = None,
+        times: int = 1,
     ) -> "AsyncRehearsal":
         """Prepare a rehearsal of these instances, all of a dataset, or all; for administrators.
 
         With `run` it builds their environments and runs their tests, each run for at most
-        `test_timeout`; logs go to the directory `logs`. The checkouts are those of `owner`, as whom
-        the tests run.
+        `test_timeout`, `times` times; logs go to the directory `logs`. The checkouts are those of
+        `owner`, as whom the tests run.
         """
         from .rehearsal import AsyncRehearsal  # noqa: PLC0415  (loads the parsers of logs)
 
-        rehearsal = AsyncRehearsal(self, run=run, logs=logs, test_timeout=test_timeout, owner=owner)
+        choices: dict[str, Any] = {"run": run, "logs": logs, "owner": owner, "times": times}
+        rehearsal = AsyncRehearsal(self, test_timeout=test_timeout, **choices)
         await rehearsal.prepare(instances, dataset)
         return rehearsal
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import errors, protocol
+from ...model import shown
 from ...sandbox.verdicts import Verdict, judge_run
-from ...testlogs import find_parser
+from ...testlogs import cut_to_tests, find_parser, tells_status
 from ..rehearsing import command_of, modules_of
 
 if TYPE_CHECKING:
@@ -33,6 +35,12 @@ async def build_environment(
             " test command",
             hint="add `install_config` with `test_cmd` and `log_parser` to the row",
         )
+    if find_parser(recipe.log_parser) is None:
+        raise errors.RecipeNotFoundError(
+            f"cannot read the log of the tests of {instance}: no parser is named"
+            f" {shown(recipe.log_parser)}",
+            hint="docs/environments.md lists the parsers; name one in the row's `log_parser`",
+        )
     return environment.name, recipe
 
 
@@ -45,7 +53,8 @@ async def run_tests(
 ) -> tuple[str, Verdict]:
     """Run the tests of a row in the tree of a checkout; returns their log and the verdict.
 
-    Raises DeadlineError if they meet a limit. The log is written to `log_file` in any case.
+    Raises DeadlineError if they meet a limit. The log is written to `log_file` in any case,
+    and the outcome of each test beside it, to a file of that name with `.json`.
     """
     from .sandbox import AsyncSandbox  # noqa: PLC0415  loaded only to run tests
 
@@ -62,7 +71,12 @@ async def run_tests(
             hint="raise --timeout",
         )
     parser = find_parser(recipe.log_parser)
-    assert parser is not None  # the daemon validated it
+    assert parser is not None  # build_environment looked
     tests = [*(row.fail_to_pass or ()), *(row.pass_to_pass or ())]
-    log = ended.stdout.decode(errors="replace")
-    return log, judge_run(recipe.test_command, report, log, ended.exit_code, parser, tests)
+    log = cut_to_tests(ended.stdout.decode(errors="replace"))
+    status = ended.exit_code if tells_status(recipe.test_command) else None
+    verdict = judge_run(recipe.test_command, report, log, status, parser, tests)
+    if log_file:
+        text = json.dumps(verdict.outcomes, indent=0, sort_keys=True)
+        log_file.with_suffix(".json").write_text(f"{text}\n")
+    return log, verdict

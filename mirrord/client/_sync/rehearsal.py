@@ -13,12 +13,14 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import errors, protocol
 from ...model import AuditLevel, Bind, CommitState, FoundStrategy, History, View, utc_now
+from ...sandbox.verdicts import Verdict
 from .. import rehearsing
 from .testrun import build_environment, run_tests
 
@@ -46,8 +48,9 @@ class Rehearsal:
         logs: Path | None,
         test_timeout: timedelta,
         owner: int | None,
+        times: int,
     ) -> None:
-        self._client, self._owner = client, owner
+        self._client, self._owner, self._times = client, owner, times
         self._run, self._logs, self._test_timeout = run, logs, test_timeout
         self._bind = Bind.PROCESS
         self._mirrors: dict[str, protocol.Mirror] = {}
@@ -153,6 +156,7 @@ class Rehearsal:
             unexpected=record.unexpected,
             verdict=record.verdict,
             contradictions=record.contradictions,
+            flaky=record.flaky,
             logs=record.logs,
             duration_s=round(time.perf_counter() - began, 6),
         )
@@ -250,39 +254,66 @@ class Rehearsal:
         with record.step("environment", needed=True):
             rehearsing.require_lists(row)
             record.environment, recipe = build_environment(self._client, identity, dataset)
-        options = {"environment": record.environment, "ttl": _TTL + 2 * self._test_timeout}
+        ttl = _TTL + 2 * self._times * self._test_timeout
+        options = {"environment": record.environment, "ttl": ttl}
         with self._check_out(candidate, **options) as checkout:
             for phase in rehearsing.PHASES:
                 if missing := set(phase.patches) - {*candidate.patches, rehearsing.PATCHES[0]}:
                     record.add(phase.step, "nothing", f"the row has no {missing.pop()}")
                     continue
-                with record.step(phase.step):
-                    checkout.reset()
-                    for named in phase.patches:
-                        if named in candidate.patches:
-                            checkout.apply(named)
-                    self._run_phase(phase, checkout, row, recipe, record)
+                with record.step(phase.step) as step:
+                    runs = []
+                    for number in range(self._times):
+                        checkout.reset()
+                        for named in phase.patches:
+                            if named in candidate.patches:
+                                checkout.apply(named)
+                        name = f"{phase.step} {number + 1}" if number else phase.step
+                        runs.append(self._run_once(name, checkout, row, recipe, record))
+                    _judge(phase, row, runs, record, step)
 
-    def _run_phase(
+    def _run_once(
         self,
-        phase: rehearsing.Phase,
+        name: str,
         checkout: Checkout,
         row: protocol.Instance,
         recipe: protocol.Recipe,
         record: rehearsing.Record,
-    ) -> None:
-        """Run the tests and keep their log; raises ProofFailedError for unexpected results."""
-        path = rehearsing.log_path(self._logs, row.id, phase.step) if self._logs else None
+    ) -> tuple[str, Verdict]:
+        """Run the tests, and keep their log by `name`; return it and its verdict."""
+        path = rehearsing.log_path(self._logs, row.id, name) if self._logs else None
         try:
-            log, verdict = run_tests(checkout, row, recipe, self._test_timeout, path)
+            return run_tests(checkout, row, recipe, self._test_timeout, path)
         finally:
             if path and path.exists():
                 record.logs.append(str(path))
-        record.add_verdict(phase.step, verdict)
-        unexpected, fact = rehearsing.judge_tests(phase, row, verdict.outcomes, log)
-        record.unexpected += unexpected
-        if fact:
-            raise errors.ProofFailedError(f"cannot confirm the row: {fact}")
+
+
+def _judge(
+    phase: rehearsing.Phase,
+    row: protocol.Instance,
+    runs: Sequence[tuple[str, Verdict]],
+    record: rehearsing.Record,
+    step: rehearsing.Step,
+) -> None:
+    """Judge the runs of a phase: the first one, but for tests that differ between them.
+
+    Raises ProofFailedError for unexpected results.
+    """
+    log, verdict = runs[0]
+    record.add_verdict(phase.step, verdict)
+    if flaky := rehearsing.find_flaky(row, [each.outcomes for _, each in runs]):
+        record.flaky += (f"{phase.step}: {test}" for test in flaky)
+        step.notes = [f"{len(flaky)} tests pass in some runs only, such as {flaky[0]}"]
+        row = replace(
+            row,
+            fail_to_pass=[test for test in row.fail_to_pass or () if test not in flaky],
+            pass_to_pass=[test for test in row.pass_to_pass or () if test not in flaky],
+        )
+    unexpected, fact = rehearsing.judge_tests(phase, row, verdict.outcomes, log)
+    record.unexpected += unexpected
+    if fact:
+        raise errors.ProofFailedError(f"cannot confirm the row: {fact}")
 
 
 def _must_be_clean(checkout: Checkout, applied: Sequence[str]) -> None:
