@@ -133,7 +133,7 @@ class RowImages:
                         await self._prepare(name, [*others, *mirrored], report, step)
             done += 1
 
-        await together(one(*each) for each in by_source.items())
+        await together(one(source, sharing) for source, sharing in by_source.items())
         report.ready.sort()
         if len(rows) == 1 and report.ready:
             tests = image_recipe_of(rows[0], report.ready[0].partition("@")[0])
@@ -165,16 +165,16 @@ class RowImages:
         self.images.store.hold(record.digest)
         try:
             tree = find_repository(record.facts["image"])
-            stack = [self.images.store.layers / each for each in record.facts["stack"]]
+            stack = [self.images.store.layers / layer for layer in record.facts["stack"]]
             place = image_upstream(mirrors.settings(), mirror)
             await anyio.to_thread.run_sync(lambda: place.parent.mkdir(0o700, True, True))
             await mirrors.workers.run(write_upstream, stack, tree, place, timeout=_LINK_TIMEOUT)
             await mirrors.add(mirror.repo)
             synced = await mirrors.sync(mirror)
             await self.datasets.repin(mirror)
-            found = [await self.datasets.find_instance(row.id, row.dataset) for row in rows]
-            if not all(row and row.base_commit for row in found):
-                faults = "; ".join(each.reason for each in synced.faults[:1])
+            placed = [await self.datasets.find_instance(row.id, row.dataset) for row in rows]
+            if not all(row and row.base_commit for row in placed):
+                faults = "; ".join(fault.reason for fault in synced.faults[:1])
                 raise InvalidImageError(
                     f"cannot use the repository at {tree}: {faults or 'its HEAD is not here'}"
                 )
@@ -188,7 +188,7 @@ class RowImages:
             return []
         finally:
             self.images.store.drop(record.digest)
-        return [row for row in found if row]
+        return [row for row in placed if row]
 
     async def _prepare(
         self, name: str, rows: list[InstanceRow], report: protocol.BuildReport,

@@ -44,7 +44,7 @@ def write_upstream(stack: Sequence[Path], tree: str, place: Path) -> None:
     scratch = place.with_name(f".new-{place.name}")
     remove_tree(scratch)  # left by a kill
     try:
-        above = [at for layer in stack if (at := directory_in(layer, tree))]
+        above = [inside for layer in stack if (inside := directory_in(layer, tree))]
         try:
             repository = take_repository(above, scratch)
         except FileNotFoundError as error:  # `.git` is a file, of a worktree or a submodule
