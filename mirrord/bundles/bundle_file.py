@@ -66,6 +66,7 @@ def read_header(path: Path) -> BundleHeader:
         signature = file.readline(8192)
         if signature not in {b"# v2 git bundle\n", b"# v3 git bundle\n"}:
             raise refused("it has no signature of a git bundle")
+        # a bound, because a header without end would fill the memory
         for _ in range(10_000_000):
             raw = file.readline(8192)
             if raw == b"\n":
@@ -125,6 +126,7 @@ async def index_bundle(
 
     Raises GitFailedError, CorruptObjectError.
     """
+    # without the buffer: git reads on where the descriptor stands
     with open_plain(path).detach() as pack:
         pack.seek(header.pack_at)
         await repository.run(
@@ -264,6 +266,7 @@ async def write_records(
 
 async def read_records(repository: Repository, commit: str) -> BundleRecords:
     words = ("cat-file", "blob", f"{commit}:mirror.json")
+    # 128: the commit has no such file, and nothing is no valid JSON
     done = await repository.run(*words, ok=(0, 128), doing="read a bundle's records")
     failure = "cannot read the records of the bundle"
     try:

@@ -121,6 +121,7 @@ async def _plan_history(
         first = (await history.list_records(repository, history.EVERY_RECORD, start=own))[-1]
         newest = (await history.list_records(repository, limit=1, start=offered))[0]
         if first.summary.startswith(history.RESTARTED) and newest.at <= first.at:
+            # the mirror lost its history, and began anew after the bundle was made
             parents = [offered, own]
     last = await history.read_last(repository, own)
     named = [*present, *plan.moves]

@@ -178,6 +178,7 @@ class Bundles:
                         hint="name it with --mirror owner/name",
                     )
                 name = MirrorName.parse(text)
+                # as the mirror is spelt: a key has lower case alone
                 if row := await catalog.find_mirror(name.key):
                     name = row.name
                 scratch = Repository(self.mirrors.git, name, directory / "repository")
@@ -192,6 +193,7 @@ class Bundles:
                         scratch, MirrorName.parse(part), inside, owner_uid
                     )
                     count += taken.lfs_objects
+                # the scratch repository has objects then that are not this mirror's
                 if parts or bundle.lfs:
                     result = await self._take_part(scratch, name, bundle, owner_uid)
                 else:
@@ -284,6 +286,7 @@ class Bundles:
             await to_thread.run_sync(sync_directory, repository.path.parent)
             return plan
         with anyio.CancelScope(shield=True):
+            # where all are here, the pack would be a second copy of them
             if await repository.absent(await _packed_objects(scratch, bundle)):
                 with full_disk_named(f"mirror {scratch.name}"):
                     await to_thread.run_sync(accept_objects, scratch.objects, repository.objects)

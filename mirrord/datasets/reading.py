@@ -154,6 +154,7 @@ def _row_fault(source: str, raw: RawRow, reason: str) -> RowFault:
     value = (raw.value or {}).get("instance_id")
     identity = None
     if isinstance(value, str) and value:
+        # JSON may have half of a surrogate pair, which UTF-8 has not
         identity = value[:200].encode("utf-8", "replace").decode()
     file, line = raw.origin or (source, raw.line)
     return RowFault(file=file, line=line, instance=identity, reason=reason)

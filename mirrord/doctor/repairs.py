@@ -254,6 +254,7 @@ def _has_lease(layout: Layout, path: Path) -> bool:
 
 def _is_dead(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
+        # a daemon whose backlog is full lets a connect wait
         probe.settimeout(2)
         try:
             probe.connect(str(path))

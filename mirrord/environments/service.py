@@ -89,6 +89,7 @@ class Environments:
         return recipes
 
     async def _find_imported(self, key: str) -> Recipe | None:
+        # first: it becomes the name of a file
         if not ENVIRONMENT_KEY.fullmatch(key):
             return None
         try:

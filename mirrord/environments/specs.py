@@ -18,6 +18,7 @@ from ..testlogs import SCRIPTS, command_of_scripts, parser_of_repo
 from .recipes import RUNNERS, checked, key_of
 from .requirements import pip_lines
 
+# variables of `swebench.harness.constants.python`, which its fifth release lacks
 _SPECS = "MAP_REPO_VERSION_TO_SPECS_PY"
 
 _FILES = "MAP_REPO_TO_REQS_PATHS"

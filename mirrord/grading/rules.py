@@ -39,7 +39,7 @@ class Rule(NamedTuple):
 
 # name (kind): the programs that load such a file
 #   patterns of paths
-#   if condition, and its arguments: regular expressions for lines
+#   if condition, and its arguments: regular expressions for lines, in which \x20 is a blank
 _TABLE = r"""
 pytest-conftest (runner): pytest, before the tests beside and below it
   conftest.py
@@ -240,6 +240,7 @@ class RuleBook:
     def __init__(self, others: Iterable[Rule] = ()) -> None:
         rules = (*RULES, *others)
         self._compiled = [(rule, *_compiled(rule.paths)) for rule in rules]
+        # reversed: of rules with one name the built-in one stays, at its place in the table
         self._by_name = {rule.name: rule for rule in reversed(rules)}
         self._places = {name: place for place, name in enumerate(reversed(self._by_name))}
         self.matching = lru_cache(_PATHS_KEPT)(self._matching)

@@ -203,6 +203,7 @@ class RemoteMounter:
 
     def _connected(self) -> socket.socket:
         if self._socket is None:
+            # keeps the bounds of messages (unix(7)): an answer needs no length
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(self._timeout.total_seconds())
             try:
@@ -259,6 +260,7 @@ def probe_overlay(state_dir: Path, mounter: Mounter) -> str:
     try:
         _probe_as(state_dir, mounter, None)
         try:
+            # nobody's
             _probe_as(state_dir, mounter, (65534, 65534))
         except (MirrordError, OSError) as error:
             return str(error)

@@ -54,6 +54,7 @@ def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
     return [
         (ref.removeprefix(PINS).rpartition("/")[0], CommitId(oid))
         for ref, oid in refs.items()
+        # one that was moved by hand no longer has the commit that it names
         if is_pin(ref) and ref.endswith(oid)
     ]
 

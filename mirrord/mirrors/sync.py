@@ -80,6 +80,7 @@ async def sync(
         ref_count=len(target),
         kept_count=moved.kept_count,
         default_branch=moved.head.removeprefix("refs/heads/") if moved.head else None,
+        # the record in the mirror's history has them all
         changes=moved.changes[:1000],
         faults=faults,
         redirected_to=offer.redirected_to,
@@ -238,6 +239,7 @@ async def _must_continue(
         stdin=lines_of([*sorted(tips), *(f"^{oid}" for oid in sorted(new))]),
         doing=f"compare the history of mirror {repository.name} with its upstream's",
     )  # fmt: skip
+    # rev-list leaves out what the new refs reach, so a tip that it lacks goes on in them
     if not tips.issubset(listing.lines):
         return
     raise UpstreamLossError(

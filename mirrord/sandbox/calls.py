@@ -38,6 +38,7 @@ _IDENTITY = b"""\
 	name = testbed
 	email = testbed@localhost
 """
+# always: git's default for helpers like this one leaves out submodules (git-config(1))
 _FORGE = b"""\
 [url "mirrord::https://github.com/"]
 	insteadOf = https://github.com/
@@ -246,6 +247,7 @@ def _identify_mounts(lease: protocol.Checkout, mount: int | None) -> object:
 
 OUTPUT_BYTES = 16 * 1024 * 1024
 _REPORT_BYTES = 4 * OUTPUT_BYTES  # 0.1 kB for each phase of a test
+# what a pipe holds by default (pipe(7))
 _CHUNK = 64 * 1024
 # of two short numbers; an agent can write to that pipe without end
 _STATUS_MAX_BYTES = 100
@@ -325,6 +327,7 @@ class SandboxCall:
         self.report = Output(_REPORT_BYTES)
         self.reporter = reporter
         self._cancelled, cancel = os.pipe2(os.O_CLOEXEC)
+        # a file object: a late `cancel` finds it closed, not another file with its number
         self._cancel = os.fdopen(cancel, "wb", buffering=0)
 
     def _script(self, at: Callable[[str], str]) -> bytes:
@@ -413,6 +416,7 @@ class SandboxCall:
 
 
 def _name(variable: str) -> str:
+    # the script has it without quotes
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         return variable
     hint = "use letters, digits and _, and no digit first"

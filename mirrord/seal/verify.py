@@ -37,6 +37,7 @@ from .repository import (
 _EXAMPLES = 5
 _TYPES = {"commit", "tree", "blob", "tag"}
 _TAG = re.compile(rb"object ([0-9a-f]{40})\ntype (commit|tag)\n")
+# the longer text is that of `squashed_commit` (templates/builder.py)
 _SQUASHED = re.compile(
     rb"tree ([0-9a-f]{40})\nauthor [^\n]{1,200}\ncommitter [^\n]{1,200}\n\n"
     rb"([^\n]{0,72}\n?|base of this task\n\n"

@@ -332,6 +332,7 @@ class StoreBuilder:
         run, mirror = self.workers.run, self.mirrors_path(name)
         if composition.pointers:
             await run(place_objects, mirror, commit, top / ".git", timeout=_PLACE_TIMEOUT)
+        # those above first: a submodule within another stands in its tree
         for module in sorted(composition.modules, key=lambda part: part.path.count("/")):
             sub = MirrorName.parse(module.mirror)
             store = await self.ensure(sub, CommitId(module.commit), History.SEALED)

@@ -147,6 +147,7 @@ class Eviction:
         """Evict a store with its layers; returns their bytes, None where it was used or is held."""
         templates = inventory.templates
         async with templates.changes.turn():
+            # asked again: a checkout may have begun since the stores were listed
             is_used = self.stores.used_at.get(path, 0.0) > used_at
             is_held = path in self.registry.held or path in self.stores.held
             if is_used or is_held or not self.knows_all():

@@ -220,6 +220,7 @@ class TemplateRegistry:
 
     async def sweep(self) -> None:
         """Delete the discarded layers that no checkout holds."""
+        # forgotten before the first await: another sweep may begin there
         free = [path for path, files in self._discarded.items() if files not in self.held]
         for path in free:
             del self._discarded[path]

@@ -149,6 +149,7 @@ class Templates:
             # the cause of a failure may have ended before this request
             with suppress(MirrordError, OSError):
                 await self._builds.join(key, lambda _: self._make(name, commit, history))
+        # again where it was evicted before this caller went on
         while (template := self._find(name, commit, history)) is None:
             await self._builds.join(key, lambda _: self._make(name, commit, history))
         return template
@@ -210,6 +211,7 @@ class Templates:
         except KeyError:
             self._registry.discard(templates, tree)
             return False
+        # from the keyframe up: a discard takes the layers above with it
         for layer in reversed(chain):
             index = templates.index(layer.tree) / ".git" / "index"
             is_good = templates.files(layer.tree).is_dir() and index.is_file()
