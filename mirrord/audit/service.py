@@ -20,6 +20,7 @@ import anyio
 from .. import errors, protocol
 from ..catalog import JudgementRow
 from ..mirrors.pins import is_sole_record
+from ..mirrors.proofs import end_proof
 from ..mirrors.repository import PINS
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitState, FindingKind, MirrorName, Reach, shown, utc_now
@@ -289,7 +290,10 @@ class Audits:
         )
         self._reached[name.key] = examined.reached
         await self._judge_pins(name, examined)
-        return MirrorJudgement(name, rows, examined, accept, row=mirror, unresolved=unresolved)
+        judged = MirrorJudgement(name, rows, examined, accept, row=mirror, unresolved=unresolved)
+        if not is_sound(judged):
+            end_proof(path)
+        return judged
 
     async def _judge_pins(self, name: MirrorName, examined: Examined) -> None:
         """Compare pins with the catalog again, because the examination may have taken hours.

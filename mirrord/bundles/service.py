@@ -122,7 +122,7 @@ class Bundles:
 
     async def _write_modules(self, name: MirrorName, objects: Path) -> Refs:
         """Return the refs of the mirrors of submodules, and let `objects` borrow theirs."""
-        compositions = await self.mirrors.catalog.list_compositions(name.key)
+        compositions = await self.mirrors.catalog.list_compositions([name.key])
         keys = {sub.mirror.lower() for needs in compositions.values() for sub in needs.modules}
         refs, lenders = dict[str, str](), list[str]()
         for key in sorted(keys - {name.key}):

@@ -1,6 +1,6 @@
 """Queries about what base commits need from elsewhere: submodules and LFS objects."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, and_, insert, select
 
 from ..model import CommitId, CommitRole
+from .mirrors import in_batches
 from .schema import Composition, Module, datasets, instances, needs, recorded
 
 Compositions = Mapping[tuple[str, CommitId], Composition]
@@ -21,12 +22,16 @@ def find_composition(connection: Connection, key: str, commit: CommitId) -> Comp
     return None if record is None else _read(record)
 
 
-def list_compositions(connection: Connection, key: str) -> dict[CommitId, Composition]:
-    """List what the base commits of a mirror need."""
-    rows = connection.execute(
-        select(needs.c.commit_id, needs.c.facts).where(needs.c.mirror_key == key)
-    )
-    return {CommitId(commit): _read(record) for commit, record in rows}
+def list_compositions(
+    connection: Connection, keys: Iterable[str]
+) -> dict[tuple[str, CommitId], Composition]:
+    """List what the base commits of mirrors need, by mirror key and commit."""
+    query = select(needs.c.mirror_key, needs.c.commit_id, needs.c.facts)
+    return {
+        (key, CommitId(commit)): _read(facts)
+        for batch in in_batches(keys)
+        for key, commit, facts in connection.execute(query.where(needs.c.mirror_key.in_(batch)))
+    }
 
 
 def _read(record: dict[str, Any]) -> Composition:

@@ -68,6 +68,7 @@ async def pin_all(
     total, done = sum(map(len, (*commits.values(), *revisions.values()))), 0
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
     outcomes: dict[str, PinOutcome] = {}
+    same = set() if is_synced else await _list_same(mirrors, dataset, names, commits, revisions)
 
     def report(note: str) -> None:
         if sink:
@@ -84,9 +85,12 @@ async def pin_all(
 
         async with slots:
             try:
-                outcomes[key] = await _pin(
-                    mirrors, dataset, name, url, *request, is_synced, report_step
-                )
+                if key in same and await mirrors.are_pinned(name, request[0], owner_of(dataset)):
+                    outcomes[key] = PinOutcome({}, {})
+                else:
+                    outcomes[key] = await _pin(
+                        mirrors, dataset, name, url, *request, is_synced, report_step
+                    )
             except StoppingError:
                 raise
             except MirrordError as error:
@@ -98,6 +102,24 @@ async def pin_all(
 
     await together(pin_mirror(key) for key in names)
     return outcomes
+
+
+async def _list_same(
+    mirrors: Mirrors,
+    dataset: DatasetName,
+    names: Collection[str],
+    commits: Mapping[str, Mapping[CommitId, str]],
+    revisions: Mapping[str, Collection[str]],
+) -> set[str]:
+    """Return the keys of mirrors of which an import asks for nothing but the pins that it has."""
+    pins: dict[str, dict[CommitId, str]] = {}
+    for row in await mirrors.catalog.list_pins(owner=owner_of(dataset)):
+        pins.setdefault(row.mirror.key, {})[row.commit] = row.reason
+    return {
+        key
+        for key in pins.keys() & names
+        if not revisions.get(key) and pins[key].items() >= commits.get(key, {}).items()
+    }
 
 
 async def _pin(

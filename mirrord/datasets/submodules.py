@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from ..catalog import ALL_COMMITS, Composition, Module
 from ..errors import MirrordError
 from ..git.lfs import Pointer, has_object
-from ..git.objects.modules import Link, Needs, Part, Whole, compose, read_needs
+from ..git.objects.modules import Link, Needs, Part, Whole, compose, read_all_needs, read_needs
 from ..mirrors.lfs import fetch_objects
 from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import parse_upstream
@@ -35,6 +35,7 @@ COUNT_LIMIT = 200
 # it becomes a path below .git/modules
 _NAME = re.compile(r"(?!-|/)(?!.*(?:^|/)\.{0,2}(?:/|$))(?!.*\.git(?:/|$))[^\x00-\x1f\\:]{1,200}")
 _TIMEOUT = timedelta(minutes=30)
+_BATCH = 50  # mirrors that one call of a worker reads
 _ABSENT = "it is not here, and an import of the data set would ask for it"
 Key = tuple[str, CommitId]
 """The key of a mirror, and a base commit."""
@@ -122,27 +123,33 @@ class _Composing:
 
     async def read_bases(self, bases: Mapping[str, Collection[CommitId]]) -> list[_Parent]:
         """Read what base commits need; return those that have submodules."""
-        parents = []
         rows = {row.name.key: row for row in await self.mirrors.catalog.list_mirrors()}
-        for key, commits in bases.items():
-            if key not in rows or not commits:
-                continue
-            for commit, needs in (await self._read(rows[key].name, commits)).items():
-                self.found[key, commit] = Composition()
-                if needs.links:
-                    parents.append(_Parent((key, commit), "", "", rows[key].name, needs))
-        return parents
+        keys = [key for key, commits in bases.items() if key in rows and commits]
+        for batch in (keys[first : first + _BATCH] for first in range(0, len(keys), _BATCH)):
+            wanted = [(self.mirrors.path(rows[key].name), sorted(bases[key])) for key in batch]
+            try:
+                read = await self.mirrors.workers.run(read_all_needs, wanted, timeout=_TIMEOUT)
+            except MirrordError:  # of one of them
+                for key in batch:
+                    await self._read(rows[key].name, bases[key])
+            else:
+                for key, needs_of in zip(batch, read, strict=True):
+                    self.needs |= {(key, CommitId(it)): needs for it, needs in needs_of.items()}
+        self.found |= {base: Composition() for base in self.needs}
+        return [
+            _Parent((key, commit), "", "", rows[key].name, needs)
+            for (key, commit), needs in self.needs.items()
+            if needs.links
+        ]
 
-    async def _read(self, name: MirrorName, commits: Collection[CommitId]) -> dict[CommitId, Needs]:
+    async def _read(self, name: MirrorName, commits: Collection[CommitId]) -> None:
         path, run = self.mirrors.path(name), self.mirrors.workers.run
         try:
             read = await run(read_needs, path, sorted(commits), timeout=_TIMEOUT)
         except MirrordError as error:
             log.warning("needs.unread", mirror=str(name), error=error.message)
-            return {}
-        needs_of = {CommitId(commit): needs for commit, needs in read.items()}
-        self.needs |= {(name.key, commit): needs for commit, needs in needs_of.items()}
-        return needs_of
+        else:
+            self.needs |= {(name.key, CommitId(commit)): needs for commit, needs in read.items()}
 
     async def have_objects(self) -> list[str]:
         """Fetch the LFS objects of all commits, and count them; return why some are not had."""
@@ -349,14 +356,12 @@ async def _compose(
     Returns the keys of the mirrors whose trees have other LFS objects than before.
     """
     names = {row.name.key: row.name for row in await mirrors.catalog.list_mirrors()}
-    earlier: dict[str, dict[CommitId, Composition]] = {}
+    earlier = await mirrors.catalog.list_compositions({key for key, _ in compositions})
     jobs: dict[str, list[CommitId]] = {}
     for (key, commit), composition in compositions.items():
-        if key not in earlier:
-            earlier[key] = await mirrors.catalog.list_compositions(key)
         if not composition.modules and composition.lfs_missing == composition.pointers:
             continue
-        before = earlier[key].get(commit)
+        before = earlier.get((key, commit))
         target = whole_path(templates, str(names[key]))
         if (
             before
@@ -380,7 +385,7 @@ async def _compose(
     return frozenset(
         key
         for (key, commit), composition in compositions.items()
-        if composition.lfs_missing != _missing_before(earlier[key].get(commit), composition)
+        if composition.lfs_missing != _missing_before(earlier.get((key, commit)), composition)
     )
 
 

@@ -106,7 +106,7 @@ def packs_and_indexes(directory: Path) -> tuple[set[Path], set[Path]]:
 # -- stale files ------------------------------------------------------------------------------
 
 _STALE = re.compile(
-    r"tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|.*\.lock|gc\.pid|mirrord-transaction\.new"
+    r"tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|.*\.lock|gc\.pid|mirrord-(transaction|proof)\.new"
     r"|packed-refs\.new"  # while it exists, git (2.39) deletes and packs no ref
     r"|(refs|packs)_\w{6}"  # of update-server-info, which repack runs
 )

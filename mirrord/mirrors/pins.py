@@ -8,15 +8,18 @@ does it later. A crash leaves at worst a ref without a row, which the next start
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import anyio
+from anyio import to_thread
 
 from ..catalog import Catalog, PinRow
 from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
 from ..git.batch import object_info
 from ..model import CommitId, shown, utc_now
 from ..telemetry import log
+from .proofs import find_proven, prove
 from .refs import Moves, commit, recover
 from .repository import PINS, Refs, Repository
 from .upstreams.upstream import find_bad
@@ -65,7 +68,8 @@ async def verify_commits(
     """Prove that commits can be served; return those that cannot, each with the reason."""
     doing = f"look up commits of mirror {repository.name}"
     refused: dict[CommitId, str] = {}
-    for answer in await object_info(repository.git, repository.path, commits, doing=doing):
+    unproven = set(commits) - await to_thread.run_sync(find_proven, repository.path, commits)
+    for answer in await object_info(repository.git, repository.path, sorted(unproven), doing=doing):
         if answer.kind == "missing":
             refused[CommitId(answer.name)] = f"commit {answer.name} is not in the mirror"
         elif answer.kind != "commit":
@@ -75,7 +79,7 @@ async def verify_commits(
         return isinstance(error, GitFailedError) or not isinstance(error, ResourceError)
 
     failed = await find_bad(
-        sorted(set(commits) - refused.keys()), repository.verify_closure,
+        sorted(unproven - refused.keys()), partial(prove, repository),
         is_item_error=is_about_commits, max_failures=400, max_first_failures=400,
     )  # fmt: skip
     return refused | {oid: error.message for oid, error in failed.items()}

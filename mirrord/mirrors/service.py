@@ -27,8 +27,9 @@ from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .moving import find_lacking, record_move
 from .pins import check_owner, pin_ref
+from .proofs import find_proven
 from .refs import is_followed, names_of_revision
-from .repository import HISTORY, Repository
+from .repository import HISTORY, Repository, read_refs_of
 from .sharing import MirrorClaim
 from .sync import move_refs, sync
 from .upstreams.credentials import Credentials
@@ -333,9 +334,10 @@ class Mirrors(Inventory):
         """Return the commits of those ids that are annotated tags."""
         if not oids:
             return {}
-        doing = f"look up commits of mirror {name}"
         git, path = self.git, self.path((await self._synced(name)).name)
-        kinds = await object_info(git, path, oids, doing=doing)
+        doing = f"look up commits of mirror {name}"
+        unproven = {*oids} - await to_thread.run_sync(find_proven, path, oids)
+        kinds = await object_info(git, path, sorted(unproven), doing=doing)
         tags = [item.name for item in kinds if item.kind == "tag"]
         names = [f"{tag}^{{commit}}" for tag in tags]
         commits = await object_info(git, path, names, doing=doing) if names else []
@@ -390,7 +392,8 @@ class Mirrors(Inventory):
         """
         row = await self._synced(name, progress)
         async with self.lock(row.name):
-            absent = await self.repository(row.name).absent(commits)
+            proven = await to_thread.run_sync(find_proven, self.path(row.name), commits)
+            absent = await self.repository(row.name).absent({*commits} - proven)
             missing = [CommitId(oid) for oid in sorted(absent)]
             reasons: dict[CommitId, str] = {}
             for upstream in self.upstreams(row) if missing else ():
@@ -496,6 +499,16 @@ class Mirrors(Inventory):
         rows = await self.catalog.list_pins(name.key, owner=owner)
         refs = await self.repository(name).all_refs() if rows else {}
         return {row.commit: row.reason for row in rows if pin_ref(owner, row.commit) in refs}
+
+    async def are_pinned(self, name: MirrorName, commits: Collection[CommitId], owner: str) -> bool:
+        """Return whether an owner's pins have their refs, and a proof that holds."""
+
+        def look() -> bool:
+            refs = read_refs_of(self.path(name)) or {}
+            has_refs = all(pin_ref(owner, commit) in refs for commit in commits)
+            return has_refs and find_proven(self.path(name), commits) == {*commits}
+
+        return await to_thread.run_sync(look)
 
     async def unpin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str) -> None:
         check_owner(owner)

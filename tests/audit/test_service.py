@@ -28,6 +28,7 @@ from mirrord.audit.object_files import find_bad_files
 from mirrord.catalog import InstanceRow
 from mirrord.errors import MirrorNotFoundError, NotFoundError
 from mirrord.git import command as git_command
+from mirrord.mirrors.proofs import PROOF
 from mirrord.mirrors.repository import CONFIGURATION
 from mirrord.model import (
     AuditLevel,
@@ -406,7 +407,10 @@ def test_findings_name_the_instances_that_are_hit(tmp_path: Path, upstream: Upst
         await daemon.mirror_and_pin(recorded(upstream))
         blob = upstream.git("rev-parse", "HEAD:docs/page3.txt")
         drop_object(daemon.mirrors.path(daemon.name), blob)
+        proof = daemon.mirrors.path(daemon.name) / PROOF
+        assert proof.exists()
         audit = await daemon.audits.run(StartAudit(heal=False))
+        assert not proof.exists()
         assert audit.counts == {CommitState.OK: 2, CommitState.INCOMPLETE: 1}
         assert (audit.affected, audit.findings[0].objects) == (["owner__name-0"], [blob])
         assert audit.findings[0].instances == ["owner__name-0"]

@@ -72,6 +72,11 @@ def read_needs(git_dir: Path, commits: Iterable[str]) -> dict[str, Needs]:
         return {commit: reader.needs(tree) for commit, tree in trees.items()}
 
 
+def read_all_needs(wanted: Iterable[tuple[Path, Iterable[str]]]) -> list[dict[str, Needs]]:
+    """Return what commits of many repositories need."""
+    return [read_needs(git_dir, commits) for git_dir, commits in wanted]
+
+
 class _Reader:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
