@@ -239,5 +239,7 @@ def require_lists(row: protocol.Instance) -> None:
 
 def log_path(directory: Path, instance: str, step: str) -> Path:
     """Return the path of a log; ids may contain slashes, or be `..`."""
-    name = re.sub(r"[^\w @+.-]|^\.", lambda match: f"%{ord(match[0]):02X}", instance)[:200]
+    name = re.sub(r"[^\w @+.-]|^\.", lambda match: f"%{ord(match[0]):02X}", instance)
+    # NAME_MAX is 255 bytes, and a letter has up to four
+    name = name.encode()[:200].decode(errors="ignore")
     return directory / name / f"{step.replace(' ', '-')}.log"

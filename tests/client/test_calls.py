@@ -68,7 +68,7 @@ def test_the_socket_is_the_one_named_else_of_the_environment_else_configured(
     monkeypatch.delenv("MIRRORD_SOCKET", raising=False)
     assert Client().socket == Path("/configured/s")
     monkeypatch.setenv("MIRRORD_SOCKET", "/environment/s")
-    assert Client().socket == Path("/environment/s")
+    assert Client().socket == Client.from_env().socket == Path("/environment/s")
     assert Client(config=file).socket == Path("/configured/s")
     assert Client("/named/s").socket == Path("/named/s")
 

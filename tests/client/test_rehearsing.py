@@ -94,6 +94,9 @@ def test_a_log_stays_in_its_directory(tmp_path: Path) -> None:
     assert path.parent.parent == tmp_path
     assert path.name == "tests-after.log"
     assert log_path(tmp_path, "..", "tests after").parent.name == "%2E."
+    longest = log_path(tmp_path, "ü" * 300, "tests after").parent
+    longest.mkdir()
+    assert longest.name == "ü" * 100
 
 
 def test_a_test_that_passes_in_some_runs_only_is_flaky() -> None:

@@ -59,6 +59,14 @@ class AsyncClient:
         )
         self._renewal = AsyncRenewal()
 
+    @classmethod
+    def from_env(cls) -> Self:
+        """Return the client that MIRRORD_SOCKET, MIRRORD_CONFIG and MIRRORD_LABEL describe.
+
+        As without arguments; the name says where a program's settings come from.
+        """
+        return cls()
+
     async def __aenter__(self) -> Self:
         return self
 

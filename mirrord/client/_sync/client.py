@@ -60,6 +60,14 @@ class Client:
         )
         self._renewal = Renewal()
 
+    @classmethod
+    def from_env(cls) -> Self:
+        """Return the client that MIRRORD_SOCKET, MIRRORD_CONFIG and MIRRORD_LABEL describe.
+
+        As without arguments; the name says where a program's settings come from.
+        """
+        return cls()
+
     def __enter__(self) -> Self:
         return self
 
