@@ -150,7 +150,7 @@ site: .venv/site/ready ## build the documents as a site in dist/site; no link le
 	@$(UV) pip sync --python .venv/site --require-hashes packaging/site/requirements.lock
 	@touch $@
 
-deb: setup ## build the Debian package in dist/
+deb: setup ## build the Debian packages in dist/
 	@$(BIN)/python packaging/deb.py dist
 
 wheels: setup ## download the wheels of requirements.lock, for the package and its tests

@@ -1,8 +1,9 @@
-"""Build a Debian package of this tree: `make deb`, or `packaging/deb.py DIRECTORY`.
+"""Build two Debian packages of this tree: `make deb`, or `packaging/deb.py DIRECTORY`.
 
 /usr/lib/mirrord is an environment with what requirements.lock names, by its hashes, and with our
-own two wheels, for the Python of this Debian. Units, manual pages and completions are made from
-the program in there. The same tree, lock and SOURCE_DATE_EPOCH give the same bytes, anywhere.
+own two wheels, for the Python of this Debian. `mirrord` has what `pip install mirrord` would have,
+`mirrord-full` the packages of the extras. Units, manual pages and completions are made from the
+program in there. The same tree, lock and SOURCE_DATE_EPOCH give the same bytes, anywhere.
 """
 
 import argparse
@@ -20,9 +21,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from release import CLIENT, PROJECT, Refused, find_version, run
 
 DEBIAN = PROJECT / "packaging/debian"
@@ -33,6 +36,7 @@ TARGET = Path("/usr/lib/mirrord")
 PYTHON = f"python3.{sys.version_info.minor}"
 SITE = f"lib/{PYTHON}/site-packages"
 PROGRAMS = ("mirrord", "git-remote-mirrord")
+PACKAGES = ("mirrord", "mirrord-full")
 SCRIPTS = ("postinst", "prerm", "postrm")
 REVISION = 1
 
@@ -45,13 +49,13 @@ def main() -> None:
     try:
         fetch_wheels()
         if chosen.directory:
-            print(build(chosen.directory))
+            print(*build(chosen.directory), sep="\n")
     except Refused as error:
         sys.exit(f"no package: {error}")
 
 
-def build(directory: Path) -> Path:
-    """Build the package into a directory; returns its path."""
+def build(directory: Path) -> list[Path]:
+    """Build the packages into a directory; returns their paths."""
     if sys.base_prefix != "/usr":
         raise Refused(f"it is for the system's Python, and this is that of {sys.base_prefix}")
     commit_time = ("git", "log", "-1", "--format=%ct")
@@ -60,17 +64,24 @@ def build(directory: Path) -> Path:
     version = re.sub(r"(a|b|rc|\.dev)(\d+)$", r"~\1\2", find_version(PROJECT)) + f"-{REVISION}"
     architecture = run("dpkg", "--print-architecture")
     directory.mkdir(parents=True, exist_ok=True)
-    package = directory / f"mirrord_{version}_{architecture}.deb"
     with tempfile.TemporaryDirectory(prefix="mirrord-deb-") as scratch:
-        stage = Path(scratch, "stage")
-        environment = stage / TARGET.relative_to("/")
+        stages = {name: Path(scratch, name) for name in PACKAGES}
+        inside = TARGET.relative_to("/")
+        environment, extras = (stages[name] / inside for name in PACKAGES)
         make_environment(environment, Path(scratch, "wheels"))
-        put_files(stage, environment, version, at)
-        put_control(stage, version, architecture)
-        settle(stage, at)
-        compression = ("-Zzstd", "-z3", "--threads-max=1")
-        run("dpkg-deb", "--root-owner-group", *compression, "--build", str(stage), str(package))
-    return package
+        move_extras(environment, extras)
+        put_files(stages["mirrord"], environment, at)
+        packages = []
+        for name, stage in stages.items():
+            compile_modules(stage / inside)
+            put_documents(stage, name, version, at)
+            put_control(stage, name, version, architecture)
+            settle(stage, at)
+            package = directory / f"{name}_{version}_{architecture}.deb"
+            compression = ("-Zzstd", "-z3", "--threads-max=1")
+            run("dpkg-deb", "--root-owner-group", *compression, "--build", str(stage), str(package))
+            packages.append(package)
+    return packages
 
 
 def fetch_wheels() -> None:
@@ -101,6 +112,38 @@ def make_environment(environment: Path, ours: Path) -> None:
     (environment / ".lock").unlink()  # uv's
     for record in sorted((environment / SITE).glob("*.dist-info/RECORD")):
         settle_record(environment, record)
+
+
+def move_extras(environment: Path, extras: Path) -> None:
+    """Move what only extras need, as their RECORDs list it, to where the second package has it."""
+    found = {canonicalize_name(each.name): each for each in installed(environment)}
+    needed, left = set(), ["mirrord"]
+    while left:
+        name = left.pop()
+        if name not in needed:
+            needed.add(name)
+            wanted = map(Requirement, found[name].requires or ())
+            left += [
+                canonicalize_name(each.name)
+                for each in wanted
+                if not each.marker or each.marker.evaluate({"extra": ""})
+            ]
+    for name in found.keys() - needed:
+        for file in found[name].files or ():
+            path = Path(os.path.normpath(environment / SITE / file))
+            moved = extras / path.relative_to(environment)
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(moved)
+    for path in sorted(environment.rglob("*"), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+
+
+def installed(environment: Path) -> list[Distribution]:
+    return sorted(distributions(path=[str(environment / SITE)]), key=lambda each: each.name)
+
+
+def compile_modules(environment: Path) -> None:
     compileall.compile_dir(
         environment / SITE, quiet=2, stripdir=str(environment), prependdir=str(TARGET),
         invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
@@ -123,7 +166,7 @@ def settle_record(environment: Path, record: Path) -> None:
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 
-def put_files(stage: Path, environment: Path, version: str, at: int) -> None:
+def put_files(stage: Path, environment: Path, at: int) -> None:
     """Everything outside of the environment."""
     for name in PROGRAMS:
         link = stage / "usr/bin" / name
@@ -137,35 +180,45 @@ def put_files(stage: Path, environment: Path, version: str, at: int) -> None:
     shutil.copy(PROJECT / "config.toml", config)
     shutil.copytree(PROJECT / "packaging/slurm", stage / "usr/share/mirrord/slurm")
     documents = stage / "usr/share/doc/mirrord"
-    documents.mkdir(parents=True)
-    (documents / "copyright").write_text("".join(copyright_lines(environment)))
-    entry = f"mirrord ({version}) stable; urgency=medium\n\n  * See changelog.gz.\n\n"
+    shutil.copytree(PROJECT / "docs", documents / "docs")
+    for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md"):
+        shutil.copy(PROJECT / name, documents)
+    shutil.copytree(PROJECT / "examples", documents / "examples")
+
+
+def put_documents(stage: Path, name: str, version: str, at: int) -> None:
+    """What Debian asks of each package."""
+    documents = stage / "usr/share/doc" / name
+    documents.mkdir(parents=True, exist_ok=True)
+    lines = copyright_lines(stage / TARGET.relative_to("/"))
+    (documents / "copyright").write_text("".join(lines))
+    entry = f"{name} ({version}) stable; urgency=medium\n\n  * See changelog.gz.\n\n"
     entry += f" -- {maintainer()}  {formatdate(at)}\n"
-    for name, text in (
+    for file, text in (
         ("changelog.gz", (PROJECT / "CHANGELOG.md").read_bytes()),
         ("changelog.Debian.gz", entry.encode()),
     ):
-        (documents / name).write_bytes(gzip.compress(text, mtime=0))
-    overrides = stage / "usr/share/lintian/overrides/mirrord"
+        (documents / file).write_bytes(gzip.compress(text, mtime=0))
+    overrides = stage / "usr/share/lintian/overrides" / name
     overrides.parent.mkdir(parents=True)
-    shutil.copy(DEBIAN / "lintian-overrides", overrides)
+    text = (DEBIAN / "lintian-overrides").read_text()
+    overrides.write_text(text.replace("mirrord:", f"{name}:"))
 
 
 def copyright_lines(environment: Path) -> Iterator[str]:
     """Our licence, and where those of the packages inside are."""
     yield (DEBIAN / "copyright").read_text()
-    found = {each.name: each for each in distributions(path=[str(environment / SITE)])}
-    for name, each in sorted(found.items()):
+    for each in installed(environment):
         known = each.metadata
         licence = known.get("License-Expression") or known.get("License") or "see its directory"
-        yield f" {name} {each.version}: {licence.strip().splitlines()[0]}\n"
+        yield f" {each.name} {each.version}: {licence.strip().splitlines()[0]}\n"
 
 
 def maintainer() -> str:
     return re.findall(r"(?m)^Maintainer: (.*)$", (DEBIAN / "control").read_text())[0]
 
 
-def put_control(stage: Path, version: str, architecture: str) -> None:
+def put_control(stage: Path, name: str, version: str, architecture: str) -> None:
     """DEBIAN/, from the files of packaging/debian."""
     control = stage / "DEBIAN"
     files = [path for path in sorted(stage.rglob("*")) if path.is_file() and not path.is_symlink()]
@@ -173,8 +226,9 @@ def put_control(stage: Path, version: str, architecture: str) -> None:
     sums = "".join(f"{digest}  {path.relative_to(stage)}\n" for digest, path in digests)
     control.mkdir()
     (control / "md5sums").write_text(sums)
-    for name in ("conffiles", *SCRIPTS):
-        shutil.copy(DEBIAN / name, control)
+    if name == "mirrord":
+        for file in ("conffiles", *SCRIPTS):
+            shutil.copy(DEBIAN / file, control)
     minor = sys.version_info.minor
     values = {
         "VERSION": version,
@@ -182,7 +236,8 @@ def put_control(stage: Path, version: str, architecture: str) -> None:
         "SIZE": str(sum((path.stat().st_size + 1023) // 1024 for path in files)),
         "PYTHON": f"python3 (>= 3.{minor}~), python3 (<< 3.{minor + 1}~)",
     }
-    text = (DEBIAN / "control").read_text()
+    paragraphs = (DEBIAN / "control").read_text().split("\n\n")
+    text = paragraphs[PACKAGES.index(name)].rstrip("\n") + "\n"
     (control / "control").write_text(re.sub(r"@(\w+)@", lambda found: values[found[1]], text))
 
 
@@ -190,12 +245,14 @@ def settle(stage: Path, at: int) -> None:
     """One time for all, and modes that no umask has a say in."""
     for path in (stage, *stage.rglob("*")):
         if not path.is_symlink():
-            is_open = path.is_dir() or path.stat().st_mode & 0o100 or path.name in SCRIPTS
+            is_program = path.stat().st_mode & 0o100 and ".so" not in path.name
+            is_open = path.is_dir() or is_program or path.name in SCRIPTS
             path.chmod(0o755 if is_open else 0o644)
         os.utime(path, (at, at), follow_symlinks=False)
     # upstream URLs may have passwords; the daemon reads it by CAP_DAC_READ_SEARCH
-    (stage / "etc/mirrord").chmod(0o750)
-    (stage / "etc/mirrord/config.toml").chmod(0o640)
+    if (config := stage / "etc/mirrord/config.toml").exists():
+        config.parent.chmod(0o750)
+        config.chmod(0o640)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from click.shell_completion import get_completion_class
 from mirrord import __version__
 from mirrord.cli.commands import build
 from mirrord.cli.table import EXIT_STATUSES, VERBS
+from mirrord.doctor import user_service
 from mirrord.doctor.installer import SHARE, render_unit
 from mirrord.doctor.units import NAMES
 
@@ -40,6 +41,7 @@ def main() -> None:
     for kind in ("sysusers", "tmpfiles"):
         text = (SHARE / f"systemd/mirrord.{kind}").read_text()
         write(usr / f"lib/{kind}.d/mirrord.conf", text)
+    write(usr / "lib/systemd/user/mirrord.service", user_service.render_unit(environment))
     root = build()
     for shell, path in COMPLETIONS.items():
         known = get_completion_class(shell)

@@ -44,12 +44,17 @@ def unit_path() -> Path:
     return xdg_directory("XDG_CONFIG_HOME", Path.home() / ".config") / "systemd/user" / _NAME
 
 
+def render_unit(environment: Path) -> str:
+    """Return the unit that starts the mirrord of an environment."""
+    return _UNIT.format(environment=environment)
+
+
 def plan_install(environment: Path) -> list[HostStep]:
     """Return the steps of an installation or upgrade. Raises ResourceError for odd paths."""
     if not re.fullmatch(r"[\w./+-]+", str(environment)):
         fact = f"cannot install a unit for {environment}: it has characters special in units"
         raise ResourceError(fact, hint="install mirrord in another directory")
-    path, text = unit_path(), _UNIT.format(environment=environment)
+    path, text = unit_path(), render_unit(environment)
     return [
         HostStep(f"write {path}", partial(replace, path, text)),
         _systemctl("daemon-reload"),

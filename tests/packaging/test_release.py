@@ -102,7 +102,7 @@ def test_two_builds_are_equal_and_have_sums_and_a_bill_of_materials(
     locked = dict(re.findall(r"^([a-z0-9][a-z0-9._-]*)(?:\[[a-z]+\])?==(\S+)", lock, re.MULTILINE))
     assert {each["name"]: each["version"] for each in bom["components"]} == locked
     with tarfile.open(tmp_path / f"mirrord-{version}.tar.gz") as sdist:
-        assert f"mirrord-{version}/mirrord/engine.py" in sdist.getnames()
+        assert f"mirrord-{version}/mirrord/engine/engine.py" in sdist.getnames()
     with zipfile.ZipFile(tmp_path / f"mirrord-{version}-py3-none-any.whl") as wheel:
         assert {each.date_time for each in wheel.infolist()} != {(1980, 1, 1, 0, 0, 0)}
 

@@ -57,7 +57,7 @@ ENV = {
     "DEBIAN_FRONTEND": "noninteractive",
     "PATH": f"{nspawn.PATH}:/usr/local/bin",
 }
-UNNEEDED = ("pyarrow", "huggingface_hub", "hf_xet", "psycopg_binary", "sqlalchemy/testing")
+UNNEEDED = ("sqlalchemy/testing",)
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/srv/wheels", "PIP_NO_CACHE_DIR": "1"}
 
 
@@ -65,7 +65,7 @@ class Host:
     """The booted machine, and the packages that it sees in /srv/packages."""
 
     def __init__(
-        self, machine: nspawn.Machine, old: str, new: str, url: str, bases: list[str]
+        self, machine: nspawn.Machine, old: str, new: list[str], url: str, bases: list[str]
     ) -> None:
         self.machine = machine
         self.old = old
@@ -78,10 +78,9 @@ class Host:
         run = self.machine.run("sh", "-ec", script, user=user, env=env, check=check, bound_s=300)
         return (run.stdout + run.stderr).rstrip("\n")
 
-    def install(self, package: str) -> str:
-        return self.shell(
-            f"cd /srv/packages && apt-get install --yes --allow-downgrades ./{package}"
-        )
+    def install(self, *packages: str) -> str:
+        files = " ".join(f"./{package}" for package in packages)
+        return self.shell(f"cd /srv/packages && apt-get install --yes --allow-downgrades {files}")
 
     def bash(self, user: str | None = None, *, isolated: bool = False) -> Shell:
         """A shell in an empty directory; no login session, and so no runtime directory."""
@@ -122,19 +121,18 @@ def scratch() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def _packages(scratch: Path) -> tuple[Path, Path]:
-    """Of this tree, and of an older release that has not all of the packages inside yet."""
+def _packages(scratch: Path) -> tuple[Path, list[Path]]:
+    """Of an older release that has not all of the packages inside yet, and the two of this tree."""
     directory = scratch / "packages"
     command = [sys.executable, str(PROJECT / "packaging/deb.py"), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (new,) = directory.iterdir()
+    full, new = sorted(directory.iterdir())
     tree = scratch / "tree"
     subprocess.run(["dpkg-deb", "--raw-extract", new, tree], check=True)
     (site,) = tree.glob("usr/lib/mirrord/lib/*/site-packages")
     for name in UNNEEDED:
         shutil.rmtree(site / name)
-    (tree / "usr/lib/mirrord/bin/uv").unlink()
     for compiled in site.glob("mirrord/__pycache__/__init__.*"):
         compiled.unlink()
     for path in (site / "mirrord/__init__.py", tree / "DEBIAN/control"):
@@ -142,7 +140,7 @@ def _packages(scratch: Path) -> tuple[Path, Path]:
     old = directory / new.name.replace(mirrord.__version__, OLD)
     subprocess.run(["dpkg-deb", "--build", "-Znone", tree, old], check=True, capture_output=True)
     shutil.rmtree(tree)
-    return old, new
+    return old, [new, full]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +173,7 @@ def host(scratch: Path) -> Iterator[Host]:
     }
     with nspawn.booted(scratch, binds=binds, writable=writable, usr=scratch / "usr") as machine:
         url = "file:///srv/upstreams/psf__requests"
-        host = Host(machine, old.name, new.name, url, bases)
+        host = Host(machine, old.name, [path.name for path in new], url, bases)
         host.shell("rm -f /usr/sbin/policy-rc.d")  # of this machine, which is a container
         host.shell(
             "mkdir -p /etc/dpkg/dpkg.cfg.d; echo force-unsafe-io >/etc/dpkg/dpkg.cfg.d/quick"
@@ -205,6 +203,8 @@ def test_a_member_gets_overlays_pages_and_completion(host: Host) -> None:
     assert "+mine" in host.shell(f"mirrord diff {made['id']}", "alice")
     pages = host.shell("ls /usr/share/man/man1 | grep ^mirrord").split()
     assert {"mirrord.1.gz", "mirrord-mirror-add.1.gz", "mirrord-checkout.1.gz"} <= set(pages)
+    host.shell("test -e /usr/share/doc/mirrord/docs/observability/alerts.yml")
+    host.shell("test -e /usr/lib/systemd/user/mirrord.service")
     script = "source /usr/share/bash-completion/completions/mirrord; complete -p mirrord"
     assert "_mirrord_completion" in host.shell(f"bash -c '{script}'")
     words = {
@@ -226,7 +226,7 @@ def test_an_upgrade_restarts_the_daemon_and_keeps_what_is_held(host: Host) -> No
     host.shell("echo '[sync]\ninterval = \"7h\"' >/etc/mirrord/config.toml")
     host.shell("systemctl disable --now mirrord-build.socket")
     before = host.pid()
-    host.install(host.new)
+    host.install(*host.new)
     assert host.pid() not in (0, before)
     assert host.json("status")["version"] == mirrord.__version__
     assert "+mine" in host.shell(f"mirrord diff {held['id']}", "alice")
