@@ -5,8 +5,6 @@ element does not affect its neighbours. Works on bytes: in UTF-8 no other charac
 byte of a bracket or quote.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol

@@ -5,8 +5,6 @@ resembles. A new format is an entry of FORMATS: its columns, and a function that
 values are nested. No I/O.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The guess is TOML, as `--mapping` reads it. It is offered in an error and never used unasked.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rows of a Parquet file. pyarrow is an extra: 170 MB, where all the rest has 100."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
 from pathlib import Path

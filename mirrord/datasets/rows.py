@@ -1,7 +1,5 @@
 """Rows as a file has them, with the place of each."""
 
-from __future__ import annotations
-
 import json
 from datetime import date, time
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Text is read as JSON, Python's or numpy's notation of a list, or names, one per 
 like a list and cannot be read is no list: it is told from a list that is empty.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import re

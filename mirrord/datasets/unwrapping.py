@@ -3,8 +3,6 @@
 Raises RowError if the row cannot be read. No I/O.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """What a bug report says of this host, and what it may say of answers and logs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ The result of an instance is written as soon as it is known. A later run with th
 truncates a torn last line and skips instances whose result still holds; untried ones are tried.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby

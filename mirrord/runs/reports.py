@@ -4,8 +4,6 @@ A page is a single file without scripts. Its content security policy allows its 
 nothing else. All text in it may come from a model, and is escaped.
 """
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter

@@ -4,8 +4,6 @@ The paths of a sandbox are then paths of the host: `at` says which. docs/where.m
 `Isolation` keeps from what. A guard (`confine.py`) is the parent of all processes of one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

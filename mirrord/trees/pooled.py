@@ -1,7 +1,5 @@
 """A pool tree in a worker: written, brought back to clean, moved to another commit, proven."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

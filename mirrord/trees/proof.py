@@ -1,7 +1,5 @@
 """What a proof has to say."""
 
-from __future__ import annotations
-
 from ..errors import ProofFailedError
 from ..protocol import Proof
 

@@ -4,8 +4,6 @@ Positions in a plot are shares of its size, so that it fits any screen while its
 size: lines are drawn in a nested SVG that is stretched; text and grid are not.
 """
 
-from __future__ import annotations
-
 import math
 import pwd
 from collections.abc import Callable, Iterator, Sequence

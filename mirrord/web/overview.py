@@ -1,7 +1,5 @@
 """The facts of the overview and of the activity of the daemon, as reduced as those of `views`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The routes of the web page, and rendering: paths to templates and the facts they show."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable

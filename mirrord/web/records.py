@@ -1,7 +1,5 @@
 """The facts of the pages of audits, reports and receipts, as reduced as those of `views`."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from ..engine.engine import Engine

@@ -7,8 +7,6 @@ as long as that took, at least a second, so visitors hardly slow down other clie
 cannot be served is a warning of `health` and never stops the daemon.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import time

@@ -1,7 +1,5 @@
 """Alembic's entry: all missing migrations on a given connection, in the caller's transaction."""
 
-from __future__ import annotations
-
 from alembic import context
 
 from mirrord.catalog.schema import metadata

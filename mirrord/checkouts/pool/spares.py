@@ -6,8 +6,6 @@ visible to the daemon. So the next checkout gets new inodes: a spare tree that n
 written in the background when an owner releases a checkout, and again when it takes a spare.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

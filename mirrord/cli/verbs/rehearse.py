@@ -1,7 +1,5 @@
 """`mirrord rehearse`: test instances with this daemon, and report the results."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Awaitable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`mirrord support-bundle`: diagnostics for a bug report, without anything of a task."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
