@@ -306,7 +306,9 @@ class _Copy:
             os.symlink(read.data, target)
             os.utime(target, ns=times, follow_symlinks=False)
         else:
-            with opened(os.open(target, CREATE, piece.permissions)) as file:
+            # a `user.` attribute needs the right to write, also through an open descriptor
+            mode = piece.permissions | (stat.S_IWUSR if read.attributes else 0)
+            with opened(os.open(target, CREATE, mode)) as file:
                 if read.file >= 0:
                     copy_bytes(read.file, file, piece.size)
                 elif read.data:
@@ -315,7 +317,7 @@ class _Copy:
                     os.setxattr(file, name, value)
                 os.utime(file, ns=times)
                 # open(2) took the umask off
-                if piece.permissions & self._umask:
+                if mode != piece.permissions or mode & self._umask:
                     os.fchmod(file, piece.permissions)
 
     def record(self, pieces: Pieces, began_ns: int) -> None:

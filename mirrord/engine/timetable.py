@@ -211,6 +211,8 @@ _MINUTE = timedelta(minutes=1)
 # a repository that was never there is a mistyped name: it is asked for once a week
 _NOT_FOUND_INTERVAL = timedelta(days=7)
 _WITHDRAWN_INTERVAL = timedelta(days=1)
+# the `mirror add` that made the row, or somebody, has just synced it
+_JUST_NOW = timedelta(seconds=10)
 # forges ask for a password if a repository does not exist
 _NOT_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}
 
@@ -285,6 +287,10 @@ class Timetable:
         One that never was there may be mistyped, and one that was may be back tomorrow.
         """
         row = await self.work.mirrors.catalog.find_mirror(name.key)
+        if row and row.attempted_at:
+            recent = min(_JUST_NOW, self.work.mirrors.settings().sync.interval / 2)
+            if utc_now() < row.attempted_at + recent:
+                return
         if row and row.error and row.attempted_at and row.error.get("code") in _NOT_FOUND:
             interval = _NOT_FOUND_INTERVAL
             if row.synced_at:  # as long as it has failed for by now, which doubles

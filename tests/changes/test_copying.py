@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from anyone import NOBODY
 
 from mirrord import errors
 from mirrord.changes import copying
@@ -92,6 +95,25 @@ def test_what_changes_while_it_is_copied_is_copied_again(tmp_path: Path, tree: P
     assert (layer / "d/b/new").read_text() == "new\n"
     assert os.readlink(layer / "d/e") == "b"
     assert taken.files == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_an_ordinary_user_copies_the_attributes_of_what_nobody_may_write() -> None:
+    with tempfile.TemporaryDirectory() as area:
+        os.chown(area, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+        try:
+            (file := Path(area, "tree/d/a")).parent.mkdir(parents=True)
+            file.write_text("a\n")
+            for path in (file, file.parent):
+                os.setxattr(path, "user.note", b"kept")
+                path.chmod(0o555)
+            layer, _ = copied(Path(area), nothing, nothing)
+            for path in (layer / "d", layer / "d/a"):
+                assert os.getxattr(path, "user.note") == b"kept"
+                assert stat.S_IMODE(path.stat().st_mode) == 0o555
+        finally:
+            os.seteuid(0)
 
 
 def test_a_file_that_goes_between_look_and_copy_is_no_error(

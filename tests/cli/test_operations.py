@@ -71,7 +71,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     Upstream(root / "a" / "b").history(2)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        daemon(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n') as running,
+        # no scheduled syncs: a test counts those that it asked for
+        daemon(
+            f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[sync]\ninterval = "0"\n'
+        ) as running,
     ):
         yield Site(running, silent)
         for found in running.json("GET", "/v1/operations"):

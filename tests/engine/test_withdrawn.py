@@ -1,4 +1,4 @@
-"""A repository that upstream does not show any more is asked for rarely."""
+"""Scheduled syncs: what upstream does not show any more is asked for rarely, and nothing twice."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from mirrord.catalog import MirrorRow
+from mirrord.config.settings import Settings
 from mirrord.engine.timetable import Timetable
 from mirrord.model import MirrorName, utc_now
 
@@ -34,16 +35,19 @@ class Quiet(Timetable):
         ("upstream-not-found", 30 * 24 * HOUR, 25 * HOUR, True),
         ("upstream-unavailable", 10 * HOUR, HOUR, True),
         ("certificate-refused", 10 * HOUR, HOUR, True),
+        (None, timedelta(0), timedelta(seconds=1), False),  # by the `mirror add` that made the row
+        (None, timedelta(0), timedelta(seconds=11), True),
     ],
 )
-def test_a_withdrawn_repository_is_asked_for_rarely(
-    code: str, was_readable: timedelta | None, attempted: timedelta, is_asked: bool
+def test_what_was_asked_for_lately_or_is_not_there_is_left_alone(
+    code: str | None, was_readable: timedelta | None, attempted: timedelta, is_asked: bool
 ) -> None:
     """`was_readable` so long before the last attempt, which was `attempted` ago."""
     at = utc_now() - attempted
     row = MirrorRow(
         name=NAME, url="https://example.com/o/n", added_at=at, attempted_at=at,
-        synced_at=at - was_readable if was_readable else None, error={"code": code},
+        synced_at=None if was_readable is None else at - was_readable,
+        error={"code": code} if code else None,
     )  # fmt: skip
     asked: list[MirrorName] = []
 
@@ -51,7 +55,8 @@ def test_a_withdrawn_repository_is_asked_for_rarely(
         return row
 
     catalog = SimpleNamespace(find_mirror=find_mirror)
-    work: Any = SimpleNamespace(mirrors=SimpleNamespace(catalog=catalog), sync=asked.append)
+    mirrors = SimpleNamespace(catalog=catalog, settings=Settings)
+    work: Any = SimpleNamespace(mirrors=mirrors, sync=asked.append)
     nothing: Any = None
     timetable = Quiet(at, nothing, work, nothing, nothing, nothing)
     anyio.run(timetable._sync, NAME)
