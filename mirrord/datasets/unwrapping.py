@@ -141,7 +141,7 @@ def unwrap_lancer(row: RawFields, note: Note) -> RawFields:
     """Read the commit of a SWE-Lancer row, which for most is in files beside the table.
 
     A manager's task is at the parent of `manager_commit`, another at what `revert_command` resets
-    to. Where a patch brings the bug in, no commit has the task's code.
+    to, or at `commit_id`, to which the benchmark's own set-up applies a patch with the bug.
     """
     plain = {**row, "repo": "Expensify/App"}
     if gold := full_commits(str(row.get("manager_commit"))):
@@ -149,8 +149,9 @@ def unwrap_lancer(row: RawFields, note: Note) -> RawFields:
     if base := _RESET.search(str(row.get("revert_command"))):
         note("base_commit: from revert_command.txt")
         return {**plain, "base_commit": base[1], "gold_commits": row.get("commit_id")}
-    if row.get("commit_id"):
-        raise RowError("its code is commit_id with issue_introduction.patch, which no commit has")
+    if base := row.get("commit_id"):
+        note("base_commit: before the set-up, which applies issue_introduction.patch")
+        return {**plain, "base_commit": base}
     raise RowError("its commit is in issues/ID/commit_id.txt, which is not beside the table")
 
 

@@ -33,6 +33,7 @@ from ..jobs.operations import Deferred
 from ..model import CommitId, History, MirrorName, Resolved
 from ..places import whole_path
 from ..telemetry import log
+from ..trees.reader import weigh
 from ..workers.coalesce import Coalescer
 from ..workers.pool import Workers
 from . import store as disk
@@ -246,6 +247,22 @@ class StoreBuilder:
             return {pack for store in self._stores[name.key].values() for pack in store.packs}
 
         return await self._closures.keep_only(name, needed)
+
+    async def evict_composed(self, name: MirrorName) -> int:
+        """Remove the composed trees of a mirror of which no store has one; returns their bytes.
+
+        The caller knows that no checkout needs them. The next store composes its tree again.
+        """
+        path, stores = whole_path(self._root, str(name)), await self.list_stores(name)
+        if self._building[name.key] or any(store.whole for store in stores) or not path.exists():
+            return 0
+        discarded = new_trash(path.parent)
+        path.rename(discarded)  # nothing was awaited since the look
+        weights = await self.workers.run(
+            weigh, {"": [(discarded,)]}, _PLACE_TIMEOUT.total_seconds(), timeout=_PLACE_TIMEOUT
+        )
+        await self.remove(discarded)
+        return weights[""].total_bytes
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove every store and pack of a mirror that was removed."""

@@ -113,7 +113,7 @@ class Eviction:
     async def collect(self, keep: Collection[StoreKey]) -> dict[MirrorName, tuple[int, int]]:
         """Evict every template but those held, in `keep` or used since; returns count and bytes.
 
-        Also evicts layers and packs without a store.
+        Also evicts layers, packs and composed trees without a store.
         """
         began, collected = time.time(), dict[MirrorName, tuple[int, int]]()
         inventories = await self._inventories()
@@ -127,6 +127,8 @@ class Eviction:
             freed = [await self._evict_store(inventory, path, used_at) for path, used_at in stores]
             orphans_bytes = await self._evict_orphans(inventory)
             packs_bytes = await self.stores.evict_packs(inventory.name)
+            if self.knows_all() and all(key != inventory.name.key for key, *_ in keep):
+                packs_bytes += await self.stores.evict_composed(inventory.name)
             gone = [size for size in freed if size is not None]
             collected[inventory.name] = len(gone), sum(gone) + orphans_bytes + packs_bytes
         self._publish(inventories, sum(count for count, _ in collected.values()))

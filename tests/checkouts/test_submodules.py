@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from waiting import until
 
 from mirrord import Backend, Checkout, Client, History, PatchConflictError, View
 from mirrord.catalog import Module
@@ -454,8 +455,15 @@ def test_a_data_set_that_is_removed_leaves_nothing(
         row = {"instance_id": "i", "repo": "p/top", "base_commit": base}
         assert _import(running, root, "one", [row])["needs"]["submodules"] == 1
         with Client(running.socket) as client:
-            with client.checkout("i") as made:
-                assert (made.path / "s/f").read_text() == "1\n"
+            composed = running.state_dir / "templates/p__top/whole.git"
+            for _ in range(2):  # a collection removes the composed tree with its last user
+                with client.checkout("i") as made:
+                    client.gc()
+                    assert composed.exists()
+                    assert (made.path / "s/f").read_text() == "1\n"
+                    assert made.diff() == b""
+                # what was mounted is let go just after the answer
+                until(lambda: client.gc() and not composed.exists())
             client.remove_dataset("one")
             assert [pin.mirror for pin in client.list_pins()] == []
             client.remove_mirror("p/low")

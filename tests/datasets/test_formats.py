@@ -348,9 +348,9 @@ def test_a_lancer_row_is_where_its_files_say(case: Case, tmp_path: Path) -> None
         (tmp_path / "issues" / name / "revert_command.txt").write_text(revert)
     result = case.read(b"".join(open_sources([str(tmp_path / "tasks.csv")]).pieces()))
     assert (case.rows[0]["base"], case.rows[0]["commits"][1:]) == (BASE, [[GOLD, "gold"]])
-    assert [each.split(",")[0] for each in reasons(result).values()] == [
-        "its code is commit_id with issue_introduction.patch",
-        "its commit is in issues/ID/commit_id.txt",
+    assert case.rows[1]["base"] == GOLD
+    assert [*reasons(result).values()] == [
+        "its commit is in issues/ID/commit_id.txt, which is not beside the table"
     ]
 
 
