@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
@@ -24,12 +25,17 @@ from ..errors import full_disk_named
 
 # S3 takes parts from 5 MiB on, and at most 10,000: 160 GB
 _PART_BYTES = 16 * 1024**2
-_MULTIPART_BYTES = 64 * 1024**2  # a larger file is sent in parts, which takes no condition
+_MULTIPART_BYTES = 2 * _PART_BYTES  # a larger file is sent in parts, which takes no condition
 # of a directory's file system; of HTTP; of MinIO and Ceph
 _FULL = re.compile(r"No space left|quota exceeded|507 Insufficient|StorageFull|QuotaExceeded")
 _PROBE_BYTES = 64 * 1024  # a directory on a full disk takes an empty object
-# `timeout` is of a whole request, with the body of a large pack
-_CLIENT = {"connect_timeout": "5s", "timeout": "10m", "user_agent": "mirrord"}
+# `read_timeout` is of a request without a byte of its answer, which ends a store that accepts and
+# never answers; what one request sends, two parts at a time, takes less above 0.6 MB/s. `timeout`
+# is of a whole request, with the body of a large pack.
+_CLIENT = {
+    "connect_timeout": "5s", "read_timeout": "60s", "timeout": "24h", "user_agent": "mirrord"
+}  # fmt: skip
+_SILENT_S = 15.0  # a request that waits so long for a byte is told by health
 _OPTIONS: dict[str, Any] = {
     # object_store's own: 10 retries within three minutes, for which a sync would wait
     "retry_config": {
@@ -65,6 +71,7 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         """Open the store of a URL without a request; raises InvalidUrlError."""
         self.shown = url  # config.py refuses a URL with secrets
+        self._waiting: dict[object, float] = {}  # requests: when each began, or had its last bytes
         hint = "write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///path"
         try:
             if url.startswith("file://"):
@@ -102,14 +109,14 @@ class ObjectStore:
         size = path.stat().st_size
         if size <= _MULTIPART_BYTES:
             return self.put(key, path.read_bytes(), replace=replace)
-        with self._translated(f"write {key}"):
+        with self._translated(f"write {key}", is_timed=False):
             try:
                 # not safe from a race, which is harmless: both write the same bytes
                 if not replace and obstore.head(self._store, key)["size"] == size:
                     return False
             except (exceptions.NotFoundError, FileNotFoundError):
                 pass
-            obstore.put(self._store, key, path, chunk_size=_PART_BYTES, max_concurrency=4)
+            obstore.put(self._store, key, path, chunk_size=_PART_BYTES, max_concurrency=2)
         return True
 
     def get(self, key: str, *, limit_bytes: int) -> bytes | None:
@@ -141,12 +148,13 @@ class ObjectStore:
     def _download(self, key: str, path: Path, blob: Blob) -> None:
         digest, size = hashlib.sha256(), 0
         with (
-            self._translated(f"read {key}"),
+            self._translated(f"read {key}") as request,
             full_disk_named(path.name),
             path.open("wb") as file,
         ):
             try:
                 for piece in obstore.get(self._store, key).stream(min_chunk_size=1 << 20):
+                    self._waiting[request] = time.monotonic()
                     size += len(piece)
                     # what grew in the store must not fill this disk
                     if size > blob.size_bytes:
@@ -164,7 +172,7 @@ class ObjectStore:
 
     def iterate(self, prefix: str) -> Iterator[ObjectInfo]:
         """Iterate over the objects below `prefix`, which ends with a slash."""
-        with self._translated(f"list {prefix}"):
+        with self._translated(f"list {prefix}", is_timed=False):
             # a prefix is of whole segments: `a/b` does not list `a/bc`
             for batch in obstore.list(self._store, prefix.rstrip("/")):
                 for meta in batch:
@@ -216,12 +224,22 @@ class ObjectStore:
             with suppress(errors.StoreUnavailableError):  # the right to delete is not needed
                 self.delete([key])
 
+    def is_silent(self) -> bool:
+        """Return whether a request has waited long for a byte."""
+        past = time.monotonic() - _SILENT_S
+        return any(heard < past for heard in tuple(self._waiting.values()))
+
     @contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
+    def _translated(self, doing: str, *, is_timed: bool = True) -> Iterator[object]:
+        request = object()
+        if is_timed:
+            self._waiting[request] = time.monotonic()
         try:
-            yield
+            yield request
         except (exceptions.BaseError, OSError) as error:
             raise _translate(error, f"cannot {doing} in store {self.shown}") from error
+        finally:
+            self._waiting.pop(request, None)
 
 
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)

@@ -109,6 +109,8 @@ class Fleet(Sharing):
 
     def outages(self) -> list[str]:
         """Return why nothing can be published or followed."""
+        if not self.fault and self.store.is_silent():
+            return ["the store does not answer; what is on this machine is served"]
         return [self.fault] if self.fault else []
 
     async def status(self) -> protocol.FleetStatus:

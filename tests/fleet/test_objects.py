@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +18,7 @@ from typing import ClassVar
 import pytest
 
 from mirrord.errors import InvalidUrlError, ResourceError, StoreDamagedError, StoreUnavailableError
+from mirrord.fleet import objects
 from mirrord.fleet.objects import Blob, ObjectStore
 
 
@@ -134,3 +138,25 @@ def test_a_store_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with pytest.raises(StoreUnavailableError, match="s3://bucket"):
         ObjectStore("s3://bucket").put("a", b"")
+
+
+def test_a_store_that_accepts_and_never_answers_is_told_and_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(objects._CLIENT, "read_timeout", "2s")
+    monkeypatch.setitem(objects._OPTIONS["retry_config"], "max_retries", 0)
+    monkeypatch.setattr(objects, "_SILENT_S", 0.1)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        store = ObjectStore("s3://bucket")
+        assert not store.is_silent()
+        putting = threads.submit(store.put, "a", b"")
+        while not store.is_silent():
+            assert not putting.done()
+            time.sleep(0.01)
+        with pytest.raises(StoreUnavailableError):
+            putting.result()
+        assert not store.is_silent()
