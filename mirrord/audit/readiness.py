@@ -23,8 +23,6 @@ from .service import SERVABLE, Audits
 D = TypeVar("D", bound=DatasetSummary)
 
 _AUDITS = 5  # recent audits that are searched for the latest findings of each mirror
-_MAX_AGE_S = 60.0  # other daemons of a fleet change the catalog without an event here
-_PATIENCE_S = 2.0  # health answers with the last count while the catalog is slow
 # health is read by people and by alerts: the worst by name, the rest as a count
 _DATASETS_NAMED, _MIRRORS_NAMED = 5, 3
 _SUBJECTS = {"dataset", "mirror", "audit", "commits", "pins", "bundle", "refs"}
@@ -86,6 +84,10 @@ class Unserved:
         if more := len(self.mirrors) - len(named):
             named.append(f"and {counted(more, 'more mirror')}")
         return f"{self.summary}: {', '.join(named)}"
+
+
+_MAX_AGE_S = 60.0  # other daemons of a fleet change the catalog without an event here
+_PATIENCE_S = 2.0  # health answers with the last count while the catalog is slow
 
 
 class ReadinessCount:

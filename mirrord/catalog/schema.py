@@ -21,8 +21,6 @@ from ..quoting import as_utf8, quote_name, unquote_name
 
 HEAD = "0001"  # the newest migration
 
-_ABBREVIATED_DIGITS = 7  # git's shortest abbreviation by default
-
 
 class UtcTime(sa.TypeDecorator[datetime]):
     """An aware time in UTC; SQLite stores no time zone."""
@@ -454,6 +452,9 @@ class InstanceRow:
         Any full commit id counts as revealing, because a row may lack the column that records it.
         """
         return _public_id(self.id, self.mirror, self.base_commit, self.commits)
+
+
+_ABBREVIATED_DIGITS = 7  # git's shortest abbreviation by default
 
 
 @lru_cache(maxsize=4096)  # it is asked for with each checkout and reset

@@ -6,9 +6,6 @@ from typing import NamedTuple
 from ..protocol import Mirror, Status
 from .output import cell, count, moment, problem_of, styled
 
-# of mirrors with the same problem, in one line
-_NAMES_SHOWN = 3
-
 # of [checkouts] max: the last tenth is when an operator can still act
 _NEARLY_FULL = 0.9
 
@@ -76,6 +73,10 @@ def _audit_problems(status: Status) -> Iterator[Attention]:
     if audit.left_count:
         fact = f"the audit of {when} could not check {count(audit.left_count, 'mirror')}"
         yield Attention("problem", fact, "mirrord audit")
+
+
+# of mirrors with the same problem, in one line
+_NAMES_SHOWN = 3
 
 
 def _mirror_problems(mirrors: Sequence[Mirror]) -> Iterator[Attention]:

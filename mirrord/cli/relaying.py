@@ -14,7 +14,6 @@ from ..sandbox.box import Started
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT may be Ctrl-C in an interpreter
-_GRACE_S = 10.0  # as of `docker stop`
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -64,6 +63,9 @@ def _relay(pipe: IO[bytes], target: int, note: Callable[[str], None]) -> None:
                     data = data[os.write(target, data) :]
         except OSError as error:
             note(f"mirrord: cannot write the command's output: {error.strerror}")
+
+
+_GRACE_S = 10.0  # as of `docker stop`
 
 
 @contextmanager

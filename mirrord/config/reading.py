@@ -15,9 +15,6 @@ from .credentials import AppSettings, CredentialSettings
 from .settings import MirrorSettings, RuleSettings, Settings, setting_keys
 from .values import did_you_mean
 
-# the shipped file, with a comment for every setting, has 7 kB
-_LONGEST_FILE = 128 * 1024
-
 _KINDS = {
     "missing": "is required",
     "model_type": "must be a table",
@@ -77,6 +74,10 @@ def load(path: Path | None) -> Settings:
         key = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).lstrip(".")
         faults.append(ConfigFault(key, _message(detail), _line_of(place, text)))
     raise _refusal(path, *sorted(faults, key=lambda fault: fault.line or 0))
+
+
+# the shipped file, with a comment for every setting, has 7 kB
+_LONGEST_FILE = 128 * 1024
 
 
 def _read_text(path: Path) -> str:

@@ -24,7 +24,6 @@ from ..host.room import measure
 from .checks import Result, existing, judge
 
 SCRATCH_PREFIX = ".doctor-"
-_GIB = 1024**3
 _USE_LOCAL = "put state_dir on a local ext4, xfs or btrfs"
 _REMOTE = "locks, renames and times depend on its server, and overlays on it do not work"
 
@@ -106,6 +105,9 @@ def quotas(settings: Settings) -> Result:
         return "ok", fact, ""
     remedy = "set [access] bytes_per_user, or mount it with usrquota (ext4) or uquota (xfs)"
     return "warn", "no limit on what a user writes", remedy
+
+
+_GIB = 1024**3
 
 
 def space(settings: Settings) -> Result:

@@ -44,7 +44,6 @@ _USE_OPT = (
     "create one with `python3 -m venv /opt/mirrord`, install mirrord there, and run"
     " `/opt/mirrord/bin/mirrord service install`"
 )
-_START_TIMEOUT_S = 330.0  # more than TimeoutStartSec=
 
 
 def plan_install(environment: Path) -> list[HostStep]:
@@ -143,6 +142,9 @@ def _start_steps() -> Iterator[HostStep]:
     # before the restart: systemd holds the sockets, and clients wait instead of being refused
     yield _run("systemctl", "start", *(name for name in ENABLED if name.endswith(".socket")))
     yield _run("systemctl", "restart", *_SERVICES)
+
+
+_START_TIMEOUT_S = 330.0  # more than TimeoutStartSec=
 
 
 def _run(*command: str) -> HostStep:

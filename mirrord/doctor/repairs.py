@@ -31,8 +31,6 @@ from .units import find_unit
 
 _SYSUSERS = Path("sysusers.d/mirrord.conf")
 _TMPFILES = Path("tmpfiles.d/mirrord.conf")
-# a check ends within 20 s; a younger directory may be another doctor's
-_SCRATCH_MAX_AGE_S = 60.0
 # where systemd-sysusers(8) and systemd-tmpfiles(8) look
 _CONFIG_PLACES = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr/lib"))
 
@@ -234,6 +232,10 @@ def _state_leftovers(settings: Settings) -> Iterator[HostStep]:
     if settings.socket.is_socket() and _is_dead(settings.socket):
         what = f"remove {settings.socket}, which has no listener"
         yield HostStep(what, settings.socket.unlink)
+
+
+# a check ends within 20 s; a younger directory may be another doctor's
+_SCRATCH_MAX_AGE_S = 60.0
 
 
 def _is_scratch(entry: os.DirEntry[str]) -> bool:

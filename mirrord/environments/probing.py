@@ -18,8 +18,6 @@ from .builder import Order, build_owner, run_builder
 from .probe import MARKER
 
 _TIMEOUT_S = 120.0  # a cold start of Python and pytest takes seconds on a slow disk
-# what code that is not trusted writes beyond it is dropped
-_ANSWER_BYTES = 64 << 20
 # a probe imports the project's tests: it takes a processor while it runs
 _AT_ONCE = 2
 
@@ -96,6 +94,10 @@ class Probes:
         if failure is None and (answer := output.answer()) is not None:
             return answer
         raise _failed(failure or "it gave no answer", output.tail)
+
+
+# what code that is not trusted writes beyond it is dropped
+_ANSWER_BYTES = 64 << 20
 
 
 class _Output:

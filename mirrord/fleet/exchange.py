@@ -43,7 +43,6 @@ from .generations import (
 )
 from .objects import Blob, ObjectStore
 
-_MAX_TAIL = 16  # packs after the first one: every git opens them all
 Accept = Callable[[Generation], Awaitable[bool]]
 """Make a generation the newest one in the catalog; False where it may not be."""
 RecordWriter = Callable[[Path], Awaitable[Refs]]
@@ -189,6 +188,9 @@ class Exchange:
             )
             with full_disk_named(f"mirror {repository.name}"):
                 await to_thread.run_sync(accept_objects, objects, repository.objects)
+
+
+_MAX_TAIL = 16  # packs after the first one: every git opens them all
 
 
 def _has_long_tail(packs: Collection[PublishedPack]) -> bool:

@@ -23,7 +23,6 @@ from ..telemetry import mask_url
 from .objects import Blob, ObjectStore
 
 _FORMAT = 1
-_MAX_MANIFEST_BYTES = 256 * 1024**2  # about two million refs
 # a manifest is not trusted; ours have at most one first pack and a tail of 16
 _MAX_PACKS = 1000
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -164,6 +163,9 @@ def put_manifest(store: ObjectStore, name: MirrorName, manifest: GenerationManif
     generation = Generation(manifest.epoch, manifest.number, digest)
     store.put(manifest_key(name, generation), content)
     return generation
+
+
+_MAX_MANIFEST_BYTES = 256 * 1024**2  # about two million refs
 
 
 def read_manifest(

@@ -42,8 +42,6 @@ from ..trees.reader import TreeReader, parents
 from .context import Context, InstanceTests, imports_of
 from .rules import Drop, Policies, Rule, RuleBook, cut, finding, iter_findings, sift
 
-_CACHED = 16
-
 
 @dataclass(frozen=True, slots=True)
 class GradeJob:
@@ -221,6 +219,9 @@ def _content(objects: Objects, entry: TreeEntry) -> bytes:
 
 _tests_cache: OrderedDict[tuple[Path, str, bytes], InstanceTests] = OrderedDict()
 """A cache by mirror, tree and digest of the patch: many changes are graded by the same tests."""
+
+
+_CACHED = 16
 
 
 def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:

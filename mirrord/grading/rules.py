@@ -20,8 +20,6 @@ from .conditions import CONDITIONS
 from .context import SYMLINK, Context
 from .names import seen_through
 
-_PATHS_KEPT = 4096
-
 
 class Rule(NamedTuple):
     """`paths` are patterns (`expression`), `when` is a condition's name and its arguments.
@@ -229,6 +227,9 @@ def runner_rule(paths: Iterable[str]) -> Rule:
     """Return the rule for the files that a recipe's test command is made of."""
     rule = next(rule for rule in RULES if rule.name == "runner-file")
     return rule._replace(paths=tuple(paths))
+
+
+_PATHS_KEPT = 4096
 
 
 class RuleBook:

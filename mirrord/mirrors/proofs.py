@@ -23,8 +23,6 @@ from .repository import Repository
 
 PROOF = "mirrord-proof"
 _ID_BYTES = 20
-# 60 MB in memory while a proof is extended; a mirror with more is walked each time
-_MOST_COMMITS = 500_000
 # git reads each exclusion before it begins; the newest exclude what the others do
 _MOST_TIPS = 1_000
 _COMMIT = re.compile(rb"(?m)^\d+ ([0-9a-f]{40})$")
@@ -85,6 +83,10 @@ async def prove(repository: Repository, commits: Sequence[CommitId]) -> None:
             if b" " in whole:
                 reached += _COMMIT.findall(whole)
     await to_thread.run_sync(_extend, repository.path, files, old, commits, reached)
+
+
+# 60 MB in memory while a proof is extended; a mirror with more is walked each time
+_MOST_COMMITS = 500_000
 
 
 def _extend(

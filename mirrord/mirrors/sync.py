@@ -25,13 +25,6 @@ from .repository import HISTORY, KEPT, Refs, Repository
 from .upstreams.fetching import Fetcher
 from .upstreams.shallow import fetch_parentless, is_shallow
 
-# fetches in a row that bring none of what a line garbled; it is a fault of upstream then
-_FUTILE_MAX = 3
-# how long faults are left alone while upstream moves nothing
-_REST = timedelta(days=1)
-# refs of a shallow upstream that squashed checkouts can be made from; each is two git processes
-_PARENTLESS_MAX = 400
-
 
 async def sync(
     fetcher: Fetcher,
@@ -125,6 +118,10 @@ def _held_back(old: Refs, arrived: Refs, faults: Iterable[RefFault]) -> Refs:
     }
 
 
+# how long faults are left alone while upstream moves nothing
+_REST = timedelta(days=1)
+
+
 def _must_rest(offer: refs.Offer, old: Refs, earlier: Collection[RefFault]) -> bool:
     """True if known faults are left alone: upstream moved nothing else, and a day has not passed.
 
@@ -135,6 +132,10 @@ def _must_rest(offer: refs.Offer, old: Refs, earlier: Collection[RefFault]) -> b
     held = {ref: oid for ref, oid in old.items() if ref not in faulty}
     now = utc_now()
     return offered == held and all(it.asked_at and now - it.asked_at < _REST for it in earlier)
+
+
+# fetches in a row that bring none of what a line garbled; it is a fault of upstream then
+_FUTILE_MAX = 3
 
 
 async def _fetch_missing(
@@ -176,6 +177,10 @@ async def _fetch_missing(
 
 def _as_error(fault: RefFault) -> MirrordError:
     return errors.from_problem({"code": fault.code, "detail": fault.reason})
+
+
+# refs of a shallow upstream that squashed checkouts can be made from; each is two git processes
+_PARENTLESS_MAX = 400
 
 
 async def _fetch_parentless(

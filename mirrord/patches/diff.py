@@ -27,7 +27,6 @@ from .worktree import SMALLER_HINT, PatchJob, RawFile, Worktree, open_worktree, 
 
 PATCH_LIMIT_BYTES = 256 * 1024**2
 SPOOLED_BYTES = 1024**2
-_TIMEOUT = timedelta(minutes=4)
 _OPTIONS = {
     # whole ids: `git apply --3way` looks the old blobs up by them
     DiffFormat.PATCH: ("-p", "--binary", "--full-index"),
@@ -143,6 +142,9 @@ def _spooled(pieces: Iterable[bytes], spool: Path) -> bytes | None:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+_TIMEOUT = timedelta(minutes=4)
 
 
 def _by_git(

@@ -25,7 +25,6 @@ from .parse import NeedsGitError
 LARGE_BYTES = 64 * 1024**2
 _NO_ID = b"0" * 40
 _NO_FILE = b"/dev/null"
-_BINARY_LOOK_BYTES = 8000  # buffer_is_binary
 _CANDIDATES = 100  # of one blob, that find_identical_files looks at
 # git writes binary patches in lines of 52 bytes, each of 65 characters of base 85 (diff.c)
 _LINE_BYTES = 52
@@ -189,6 +188,9 @@ class Renderer:
 
 def _changes_kind(change: Change) -> bool:
     return change.old is not None and stat.S_IFMT(change.old.mode) != stat.S_IFMT(change.mode or 0)
+
+
+_BINARY_LOOK_BYTES = 8000  # buffer_is_binary
 
 
 def _is_binary(state: State, data: bytes) -> bool:

@@ -59,7 +59,6 @@ from .parse import (
 from .pointers import move
 from .repairs import has_crlf_headers, recount, squeeze_blanks, strip_blanks, to_crlf, to_lf, unwrap
 
-_TIMEOUT = timedelta(minutes=4)
 # what is written is read at once and removed: a flush of each of 20 files took 100 ms
 _UNFLUSHED = ("-c", "core.fsync=none", "-c", "core.compression=0")
 _LINK_LIMIT_BYTES = 4095  # PATH_MAX, with its NUL
@@ -120,6 +119,9 @@ def apply_patch(
             ) from error
         fitted, results = applied
     return Applied(_changes(tree, moved.results | results), fitted, moved.notes)
+
+
+_TIMEOUT = timedelta(minutes=4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,7 @@ DOWNLOAD_BYTES = 4 * 1024**3
 DOWNLOAD_FILES = 1_000_000
 """Of all kinds; the trees of known data sets have less than a tenth."""
 DOWNLOAD_DEPTH = 256
-_NAME_BYTES = 4096  # PATH_MAX
 _BLOCK = tarfile.BLOCKSIZE
-_CHUNK = 1 << 20
 # members that contradict each other: one name twice, a file as a directory, no directory
 _CONTRADICTIONS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ENAMETOOLONG)
 _LEFT_OUT = (tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE)
@@ -120,6 +118,9 @@ def _members(packed: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
         yield member
 
 
+_NAME_BYTES = 4096  # PATH_MAX
+
+
 def _long_name(packed: BinaryIO, member: tarfile.TarInfo, path: str) -> str:
     if member.size > _NAME_BYTES:
         raise _refused(path, f"a name has more than {_NAME_BYTES} bytes")
@@ -137,6 +138,9 @@ def _inside(member: tarfile.TarInfo, path: str) -> PurePosixPath:
     if len(inside.parts) > DOWNLOAD_DEPTH:
         raise _refused(path, f"it is more than {DOWNLOAD_DEPTH} directories deep")
     return PurePosixPath() if inside.is_absolute() else inside
+
+
+_CHUNK = 1 << 20
 
 
 def _write(packed: BinaryIO, member: tarfile.TarInfo, path: str, target: Path) -> None:

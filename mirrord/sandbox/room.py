@@ -31,7 +31,6 @@ from .direct import isolate
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-_CHUNK = 64 * 1024
 _ENDS = ("in", "out", "err", "end", "report")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 # A line is the name of a script, "-PGID" to kill a group, or "+NAME" to drain the output of a
@@ -235,6 +234,9 @@ def _starter(pid: int) -> ThreadPoolExecutor:
 @cache
 def _sweep_once(_pid: int) -> None:
     sweep_scratch()
+
+
+_CHUNK = 64 * 1024
 
 
 def read_some(stream: int) -> bytes:

@@ -39,8 +39,6 @@ _HEADER_LIMIT_BYTES = 16 << 20  # of a tar's member: tarfile reads long names in
 _ZIP_END_BYTES, _ZIP_LIST_LIMIT_BYTES = (1 << 16) + 42, 64 << 20
 # what could not be read, by name; a hostile archive has no end of it
 _NOTES_LIMIT = 200
-# of files that lead elsewhere (.pth, direct_url.json), which have a few lines
-_TEXT_BYTES = 1 << 20
 # docker's manifest.json; of an OCI layout index.json, and the manifests among its blobs
 _DOCUMENT = re.compile(r"manifest\.json|index\.json|blobs/\w+/[0-9a-f]{32,}")
 # a `.git` that is a file; setuptools' path files; PEP 610; finders of editable wheels (PEP 660)
@@ -260,6 +258,10 @@ def read_archive(path: Path) -> Contents:
 _DEPTH_LIMIT = 4
 # of a directory and all of its archives; then the scan ends with that fact
 _FILES_LIMIT = 5_000_000
+
+
+# of files that lead elsewhere (.pth, direct_url.json), which have a few lines
+_TEXT_BYTES = 1 << 20
 
 
 class _ContentsReader:

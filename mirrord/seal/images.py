@@ -26,9 +26,6 @@ from .contents import (
 )
 
 _OPAQUE = ".wh..wh..opq"
-_NESTED_LIMIT = 4  # an index of indexes
-# of repositories that are taken out of an image to be judged
-_COPY_LIMIT_BYTES = 16 << 30
 
 
 class RootFilesystem(NamedTuple):
@@ -128,6 +125,9 @@ def _saved(contents: Contents) -> list[list[str]]:
     return []
 
 
+_NESTED_LIMIT = 4  # an index of indexes
+
+
 def _laid_out(contents: Contents) -> list[list[str]]:
     pending, images = [("index.json", 0)], list[list[str]]()
     while pending:
@@ -154,6 +154,10 @@ def _blob(described: Mapping[str, Any]) -> str:
 
 
 # -- extracting repositories -----------------------------------------------------------------------
+
+
+# of repositories that are taken out of an image to be judged
+_COPY_LIMIT_BYTES = 16 << 30
 
 
 def take_out(

@@ -34,8 +34,6 @@ _SYMREF = re.compile(r"ref: refs/[^\x00-\x20\x7f]+\n?")
 # git ends this line with a blank
 _PACKED_HEADER = re.compile(r"# pack-refs with:( peeled| fully-peeled| sorted)* ?")
 _PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\x00-\x20\x7f]+)|\^([0-9a-f]{40})")
-# as git's SYMREF_MAXDEPTH
-_SYMREF_DEPTH = 5
 # a ref that does not exist, in reflogs
 _ZERO = "0" * 40
 # beside its objects
@@ -92,6 +90,10 @@ Judgement = Iterator[Named | SealLeak]
 
 def leak(kind: str, detail: str) -> SealLeak:
     return SealLeak(kind=kind, detail=detail)
+
+
+# as git's SYMREF_MAXDEPTH
+_SYMREF_DEPTH = 5
 
 
 def resolve_head(repository: ForeignRepository) -> str | None:

@@ -24,7 +24,6 @@ from .layers import Layer, proven_at
 from .registry import MirrorTemplates, TemplateRegistry
 from .store import SealedStore, StoreKey, note_uses
 
-_NEW_S = 600.0  # the store of a younger layer may still be building
 _IN_USE_S = 600.0  # a store used since stays on a nearly full disk: it could not be built again
 _STORE_BYTES = 64 * 1024  # directories and small files of a store, a block each
 
@@ -207,6 +206,9 @@ class Eviction:
             )
         self.size_bytes = sum(inventory.size_bytes for inventory in inventories)
         return inventories
+
+
+_NEW_S = 600.0  # the store of a younger layer may still be building
 
 
 class _MirrorStores:

@@ -35,8 +35,6 @@ from ..trees.writer import TreeWriter
 # a read of an overlay looks a name up in each layer; with two more on top a stack has 18
 DEPTH_MAX = 16
 RECORD = "layer.json"
-# what a name costs on ext4 at least, whatever the length of its file
-_BLOCK_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +270,10 @@ def _choose_base(
         if cost is not None:
             best = cost + penalty, chain
     return best[1]
+
+
+# what a name costs on ext4 at least, whatever the length of its file
+_BLOCK_BYTES = 4096
 
 
 def _find_cost(

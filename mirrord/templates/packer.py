@@ -44,8 +44,6 @@ WALK = (*UNTRUSTING, "rev-list", "--objects", "--stdin")
 _SMALL_LIST_BYTES = 128 * 1024
 _PIECE_BYTES = 1 << 18
 _LINE_BYTES = 4000  # pack-objects splits one of more than 4,162
-# git's listing is a file that grows; pack-objects gets it while the walk goes on
-_POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +291,10 @@ def check_written(index: PackIndex) -> None:
         raise CorruptObjectError(
             f"cannot use {pack.name}: checksum mismatch", hint="check the disk"
         )
+
+
+# git's listing is a file that grows; pack-objects gets it while the walk goes on
+_POLL_S = 0.005
 
 
 def _feed(listing: Path, sink: io.FileIO, walked: threading.Event) -> None:

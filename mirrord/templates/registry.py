@@ -28,8 +28,6 @@ from .layers import Layer, blobs_path, chain_of, read_record, verify_layer
 # each costs a tree difference before a layer is built
 CANDIDATES_PER_DEPTH = 2
 _BUILDING = ".building-"
-# every file of a layer is read
-_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass
@@ -155,6 +153,10 @@ class MirrorTemplates:
         self.is_measured = False
         self.unproven.discard(tree)
         return files
+
+
+# every file of a layer is read
+_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(eq=False, repr=False)

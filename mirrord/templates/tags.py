@@ -22,8 +22,6 @@ _PEELED_MAX = 100_000
 
 _INDEXES_MAX = 10_000
 
-# a file changed this lately may change again without another mtime: it is not remembered
-_RACY_NS = 1_000_000_000
 
 _Stamp = tuple[tuple[str, int, int], ...]
 
@@ -92,6 +90,10 @@ def packed_refs(tags: Collection[Tag]) -> bytes:
     lines = [tag.commit.encode() + b" " + tag.ref + b"\n" for tag in sorted(tags)]
     # git peels none of them then: no ref of a store names a tag object
     return b"# pack-refs with: peeled fully-peeled sorted \n" + b"".join(lines)
+
+
+# a file changed this lately may change again without another mtime: it is not remembered
+_RACY_NS = 1_000_000_000
 
 
 def _stamp(mirror: Path) -> _Stamp | None:

@@ -22,8 +22,6 @@ from .scan import ScanResult, examine, hash_tree, is_control, prove_directories,
 from .sources import LayerFiles
 from .tree import materialise, move, must_fit_from, repair
 
-_ROUNDS = 3
-
 _LAID = "manifest-laid"  # of the tree with prepared layers, which changes are relative to
 
 
@@ -124,6 +122,9 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
         method=method,
     )
     return must_prove(proof, head=paths.head, tree=tree)
+
+
+_ROUNDS = 3
 
 
 def _converge(

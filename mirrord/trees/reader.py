@@ -21,8 +21,6 @@ from ..host.processes import ActingAs
 from ..model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from .manifest import blob_id
 
-# hashed at a time; most files need one read
-_CHUNK_BYTES = 1 << 20
 # a directory that was removed, or replaced by a file or by a link, which is never followed
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
@@ -225,6 +223,10 @@ def content_id(directory: int, name: bytes, st: os.stat_result) -> bytes:
 
 def file_id(fd: int) -> bytes:
     return read_id(os.dup(fd), os.fstat(fd).st_size)
+
+
+# hashed at a time; most files need one read
+_CHUNK_BYTES = 1 << 20
 
 
 def read_id(fd: int, size: int) -> bytes:

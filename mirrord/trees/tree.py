@@ -29,8 +29,6 @@ from .sharing import SharedFiles
 from .sources import LayerFiles, Read, read_object, reading_layers, unrecorded
 from .writer import TreeWriter
 
-_OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files hold no earlier time
-_SETTLED_NS = 10 * 10**9  # git calls a file racy unless its mtime is older than its index
 # files written at a time as their owner, and their bytes in memory
 _BATCH = 64
 _BATCH_BYTES = 4 * 1024**2
@@ -162,6 +160,10 @@ def _opened_tree(dest: Path, commit: str) -> Iterator[int]:
                 f" {error.strerror}",
                 hint="put state_dir on ext4, xfs or btrfs",
             ) from error
+
+
+_OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files hold no earlier time
+_SETTLED_NS = 10 * 10**9  # git calls a file racy unless its mtime is older than its index
 
 
 def mtime_for(commit_time: int) -> int:

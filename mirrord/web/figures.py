@@ -14,10 +14,6 @@ from typing import NamedTuple
 from ..units import readable_size
 
 _WIDTH, _HEIGHT = 1000, 100  # of the stretched SVG
-# a chart of a daemon that has just started
-_SHORTEST = timedelta(hours=1)
-# of a chart's width: a day of points, one for every six minutes
-_BUCKETS = 240
 
 
 @lru_cache(maxsize=1024)
@@ -77,6 +73,10 @@ class Chart(NamedTuple):
     hours: list[Tick]
 
 
+# a chart of a daemon that has just started
+_SHORTEST = timedelta(hours=1)
+
+
 def chart(
     title: str,
     lines: dict[str, Sequence[Point]],
@@ -125,6 +125,10 @@ def _bounds(values: Sequence[float], *, log: bool, most: float) -> tuple[float, 
 
 def _decades(low: float, high: float) -> list[float]:
     return [10.0**n for n in range(round(math.log10(low)), round(math.log10(high)) + 1)]
+
+
+# of a chart's width: a day of points, one for every six minutes
+_BUCKETS = 240
 
 
 def _iter_paths(

@@ -25,10 +25,6 @@ from .datasets import open_sources
 
 _ONLY_HELP = "Column to derive; repeatable; default: all. Only `version` needs a daemon."
 _RULE_HELP = "Rule that separates tests from the solution."
-# each asks one repository, mostly waiting for git
-_JOBS = 4
-# a version stands in the first lines of a file; a longer one is cut, not refused
-_SOURCE_LIMIT_BYTES = 1024**2
 
 
 def derive(
@@ -85,6 +81,10 @@ def derive(
 # -- versions -------------------------------------------------------------------------------------
 
 
+# each asks one repository, mostly waiting for git
+_JOBS = 4
+
+
 def _find_versions(session: Session, rows: Iterator[Row]) -> dict[tuple[str, str], Version | str]:
     """Find the version at each base commit in a checkout of it, or the reason why there is none."""
     client = session.client
@@ -111,6 +111,10 @@ def _find_versions(session: Session, rows: Iterator[Row]) -> dict[tuple[str, str
             versions[key] = version
             watch(Progress(done=len(versions), total=len(wanted), unit="commits", note=key[0]))
     return versions
+
+
+# a version stands in the first lines of a file; a longer one is cut, not refused
+_SOURCE_LIMIT_BYTES = 1024**2
 
 
 def _version_in(tree: Path, repo: str) -> Version | None:

@@ -15,7 +15,6 @@ from ..waiting import conclude, exit_as, watching
 
 _NAME_HELP = "KEY, or KEY@ and the first digits of the digest."
 Name = Annotated[str, Argument(_NAME_HELP, "KEY", "environment")]
-_SHOWN = 20  # of the findings of a scan; --json has more
 _NAMES_HELP = "Instances, or keys of imported recipes and earlier builds."
 
 
@@ -108,6 +107,9 @@ def show(session: Session, key: Name) -> None:
     """With --json, the recipe is included."""
     environment = session.client.get_environment(key)
     session.answer(environment, _environment_lines(environment))
+
+
+_SHOWN = 20  # of the findings of a scan; --json has more
 
 
 def _environment_lines(environment: Environment) -> Iterator[str]:

@@ -22,7 +22,6 @@ from ...host.files import entries_in, make_whiteout, open_child, open_directory,
 from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
 from ...templates.environments import FILES_LIMIT
 
-_PIECE = 1 << 18
 # as Go's reader of archives; Python's would read a header of any size into memory
 _HEADER_LIMIT_BYTES = 1 << 20
 _HEADERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -74,6 +73,9 @@ class _Hashed:
             raise _refused("more bytes unpacked than `[environments] image_bytes` allows")
         self.digest.update(piece)
         return piece
+
+
+_PIECE = 1 << 18
 
 
 def list_layer(blob: Path, diff_id: str, limit_bytes: int) -> Listing:

@@ -30,7 +30,6 @@ from ...seal.scan import scan_root
 _GIT = ".git"
 _STORED = ("HEAD", "packed-refs", "refs", "objects", "shallow")  # and nothing that configures git
 _TAKEN_OUT = ("future-file", "object", "pack")  # kinds of findings in files
-_HEAD_BYTES = 200
 
 
 class Order(NamedTuple):
@@ -143,6 +142,9 @@ def _read_head(
                 return (order.commit if other == base else head), other
         return head, None
     return None, None
+
+
+_HEAD_BYTES = 200
 
 
 def take_repository(stack: Sequence[Path], scratch: Path) -> Path:

@@ -32,12 +32,8 @@ TREE_LIMIT_BYTES = 64 * 1024**3
 # git's modes of entries (`git help fast-import`)
 _TREE, _SUBMODULE, _SYMLINK, _FILE = 0o040000, 0o160000, 0o120000, 0o100000
 _RawEntry = tuple[bytes, bytes, bytes]  # mode, name, id
-# of a tree that is near a checked one; with more, all of it is walked again
-_FEW_CHANGES = 10_000
 # Linux's, with the final zero: a longer target of a link cannot be made
 _PATH_MAX = 4096
-# pygit2's errors have no errno: a failed write on a disk with less was for want of room
-_NEARLY_FULL_BYTES = 1024**2
 
 
 class TreeEntry(NamedTuple):
@@ -163,6 +159,10 @@ class BaseTree:
     def _read(self, tree: str) -> _Names:
         entries = _parse(self._objects, tree)
         return {name: (int(mode, 8), oid.hex()) for mode, name, oid in entries}
+
+
+# of a tree that is near a checked one; with more, all of it is walked again
+_FEW_CHANGES = 10_000
 
 
 def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
@@ -347,6 +347,10 @@ class ScratchRepository:
         index = pygit2.Index(str(self.git_dir / "index"))
         index.read(force=True)
         return [TreeEntry(os.fsencode(item.path), int(item.mode), str(item.id)) for item in index]
+
+
+# pygit2's errors have no errno: a failed write on a disk with less was for want of room
+_NEARLY_FULL_BYTES = 1024**2
 
 
 @contextmanager

@@ -23,8 +23,6 @@ from ...config import AppSettings, CredentialSettings
 from ...errors import CredentialUnusableError
 
 _MARGIN_S = 300.0  # a token lives for an hour; a long fetch asks several times with one
-_TIMEOUT_S = 30.0
-_LONGEST_ANSWER = 1 << 20
 
 
 class Run(Protocol):
@@ -102,6 +100,10 @@ def _mint(entry: CredentialSettings, app: AppSettings, claim: str) -> tuple[str,
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         """Follow none: the claim would go along."""
+
+
+_TIMEOUT_S = 30.0
+_LONGEST_ANSWER = 1 << 20
 
 
 def _ask(entry: CredentialSettings, url: str, claim: str, method: str) -> dict[str, Any]:
