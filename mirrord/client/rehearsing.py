@@ -79,6 +79,7 @@ class Record:
         self.verdict: VerdictBy | None = None
         self.contradictions: list[str] = []
         self.flaky: list[str] = []
+        self.weighed: protocol.Weighed | None = None
 
     @contextmanager
     def step(self, name: str, *, needed: bool = False) -> Iterator[Step]:
@@ -215,6 +216,15 @@ def judge_tests(
             first = misses[0].test
             facts.append(f"{len(misses)} of {len(tests)} {name} do not {verb}, such as {first}")
     return unexpected, " and ".join(facts)
+
+
+def weigh(environment: protocol.Environment, commit: str | None) -> protocol.Weighed:
+    """Say what an environment costs, and how much of what came after a commit it has."""
+    scans = [scan.count for scan in environment.scans if scan.commit == commit]
+    size_bytes = environment.size_bytes or 0
+    leaking = len(environment.findings) + sum(scans)
+    disk_bytes = size_bytes - (environment.shared_bytes or 0)
+    return protocol.Weighed(leaking=leaking, size_bytes=size_bytes, disk_bytes=disk_bytes)
 
 
 def find_flaky(row: protocol.Instance, runs: Sequence[testlogs.Outcomes]) -> list[str]:

@@ -211,6 +211,16 @@ class Tested(Answer):
     log: str | None = None
 
 
+class Weighed(Answer):
+    """An environment of a rehearsal: `leaking` files of later commits, if `leaks` looked, and its
+    bytes, `disk_bytes` of them shared with no other environment that was there before.
+    """
+
+    leaking: int
+    size_bytes: int
+    disk_bytes: int
+
+
 class Rehearsed(Answer):
     """The rehearsal of one instance, with its steps until the first failure.
 
@@ -232,6 +242,7 @@ class Rehearsed(Answer):
     state: str = ""
     duration_s: float = 0.0
     environment: str | None = None
+    weighed: Weighed | None = None
     unexpected: list[UnexpectedTest] = []
     verdict: Literal["report", "log"] | None = None
     contradictions: list[str] = []

@@ -18,6 +18,11 @@ from ..model import FoundStrategy, Readiness, ReportKind
 from ..units import counted
 from .reports import RunReport
 
+STEPS = (
+    *("mirrored", "checkout", "seal", "@test_patch", "@patch", "tree", "reset", "recorded"),
+    *("environment", "tests before", "tests after"),
+)
+_PASSED = {"ok", "but"}
 _Key = tuple[str | None, str]
 
 
@@ -91,6 +96,8 @@ class Results(RunReport[protocol.Rehearsed]):
             counts[row.status] += 1
             counts.update(step.name for step in row.steps if step.outcome == "nothing")
             counts.update(f"{step.name} {step.strategy}" for step in row.steps if step.strategy)
+            counts.update(f"{step.name} passed" for step in row.steps if step.outcome in _PASSED)
+            counts["seconds"] += round(row.duration_s * 1000)
         repositories = [
             {
                 "dataset": dataset,
@@ -101,10 +108,25 @@ class Results(RunReport[protocol.Rehearsed]):
                     name: {str(how): n for how in FoundStrategy if (n := counts[f"{name} {how}"])}
                     for name in PATCHES
                 },
+                "passed": {name: n for name in STEPS if (n := counts[f"{name} passed"])},
+                "duration_s": counts["seconds"] / 1000,
+                "environments": self._environments(dataset, repo),
             }
             for (dataset, repo), counts in sorted(groups.items())
         ]
         return {**super().totals(), "kept": self.kept_count, "repositories": repositories}
+
+    def _environments(self, dataset: str, repo: str) -> dict[str, int]:
+        """Return how many environments these rows have, how many leak, and their bytes before and
+        after they share files.
+        """
+        rows = [
+            row for row in self.rows if (row.dataset or "-", row.repo or "-") == (dataset, repo)
+        ]
+        of = {row.environment: row.weighed for row in rows if row.environment and row.weighed}
+        names = ("leaking", "size_bytes", "disk_bytes")
+        every = {name: sum(getattr(each, name) for each in of.values()) for name in names}
+        return {"count": len(of), **every} if of else {}
 
     def report(self) -> protocol.AddReport:
         datasets = {row.dataset for row in self.rows}

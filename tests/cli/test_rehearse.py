@@ -134,6 +134,8 @@ def test_each_row_says_what_is_wrong_with_it(world: World, tmp_path: Path) -> No
     assert totals["states"] == {"ready": 2, "ready, but": 1, "failed": 4}
     groups = {group["repo"]: group for group in totals["repositories"]}
     assert groups["demo/project"]["nothing_to_apply"] == {"@test_patch": 1, "@patch": 1}
+    assert groups["demo/project"]["passed"]["checkout"] == 5
+    assert groups["demo/project"]["environments"] == {}
     text = page.read_text()
     for each in answer["instances"]:
         assert each["instance"] in text

@@ -177,7 +177,15 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "mirrord", *socket, *words, "--logs", str(logs)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran
-    for told_of in json.loads(ran.stdout)["instances"]:
+    answer = json.loads(ran.stdout)
+    (group,) = answer["totals"]["repositories"]
+    assert (group["passed"]["tests before"], group["passed"]["tests after"]) == (3, 3)
+    image = bench.client.get_environment(report.ready[0])
+    assert group["environments"] == {
+        "count": 1, "leaking": 0, "size_bytes": image.size_bytes,
+        "disk_bytes": (image.size_bytes or 0) - image.shared_bytes,
+    }  # fmt: skip
+    for told_of in answer["instances"]:
         steps = {each["name"]: each["outcome"] for each in told_of["steps"]}
         assert (steps["tests before"], steps["tests after"]) == ("ok", "ok")
         assert (told_of["contradictions"], told_of["flaky"], len(told_of["logs"])) == ([], [], 4)

@@ -13,7 +13,7 @@ from ...model import FoundStrategy, Readiness
 from ...quoting import legible
 from ...runs.rehearsals import Results
 from .. import running
-from ..output import cell, count, listing, table
+from ..output import cell, count, listing, size, table
 from ..session import Argument, Option, OwnerOption, Session, read_duration, read_jobs, read_owner
 
 _REPORT_HELP = "Write the results as a page (.html); repeatable."
@@ -80,6 +80,7 @@ def _lines(results: Results) -> Iterator[str]:
         counts = [group["states"].get(state, 0) for state in Readiness]
         rows.append((group["dataset"], group["repo"], sum(counts), *counts))
     yield from table(header, rows)
+    yield from _test_lines(totals["repositories"])
     for name in PATCHES:
         if without := sum(g["nothing_to_apply"].get(name, 0) for g in totals["repositories"]):
             yield f"{count(without, 'instance')} without {name}: nothing to apply"
@@ -112,6 +113,25 @@ def _lines(results: Results) -> Iterator[str]:
     kept = f" ({results.kept_count:,} by an earlier run)" if results.kept_count else ""
     counts_text = "; ".join([*counted, f"{failed} failed"])
     yield f"{count(len(results.rows), 'instance')} rehearsed{kept}: {counts_text}"
+
+
+def _test_lines(groups: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what rows whose tests ran came to, and what their environments cost."""
+    ran = [group for group in groups if group["environments"]]
+    if not ran:
+        return
+    yield ""
+    header = ("DATASET", "REPOSITORY", "FAIL_BEFORE", "RESOLVE", "ENVIRONMENTS", "LEAKS")
+    rows = []
+    for group in ran:
+        passed, has = group["passed"], group["environments"]
+        tests = [passed.get(name, 0) for name in ("tests before", "tests after")]
+        each_s = group["duration_s"] / sum(group["states"].values())
+        sizes = size(has["size_bytes"]), size(has["disk_bytes"]), f"{each_s:.1f}"
+        where = group["dataset"], group["repo"]
+        rows.append((*where, *tests, has["count"], has["leaking"], *sizes))
+    yield from table((*header, "SIZE", "ON_DISK", "SECONDS_A_ROW"), rows)
+    yield ""
 
 
 def _unexpected_lines(rows: list[protocol.Rehearsed]) -> Iterator[str]:

@@ -156,6 +156,7 @@ class AsyncRehearsal:
             verdict=record.verdict,
             contradictions=record.contradictions,
             flaky=record.flaky,
+            weighed=record.weighed,
             logs=record.logs,
             duration_s=round(time.perf_counter() - began, 6),
         )
@@ -255,6 +256,19 @@ class AsyncRehearsal:
         with record.step("environment", needed=True):
             rehearsing.require_lists(row)
             record.environment, recipe = await build_environment(self._client, identity, dataset)
+        try:
+            await self._run_phases(candidate, row, recipe, record)
+        finally:  # the scan of an image may run beside its first tests
+            found = await self._client.get_environment(str(record.environment))
+            record.weighed = rehearsing.weigh(found, candidate.base_commit)
+
+    async def _run_phases(
+        self,
+        candidate: rehearsing.Candidate,
+        row: protocol.Instance,
+        recipe: protocol.Recipe,
+        record: rehearsing.Record,
+    ) -> None:
         ttl = _TTL + 2 * self._times * self._test_timeout
         options = {"environment": record.environment, "ttl": ttl}
         async with await self._check_out(candidate, **options) as checkout:

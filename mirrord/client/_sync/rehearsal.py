@@ -157,6 +157,7 @@ class Rehearsal:
             verdict=record.verdict,
             contradictions=record.contradictions,
             flaky=record.flaky,
+            weighed=record.weighed,
             logs=record.logs,
             duration_s=round(time.perf_counter() - began, 6),
         )
@@ -254,6 +255,19 @@ class Rehearsal:
         with record.step("environment", needed=True):
             rehearsing.require_lists(row)
             record.environment, recipe = build_environment(self._client, identity, dataset)
+        try:
+            self._run_phases(candidate, row, recipe, record)
+        finally:  # the scan of an image may run beside its first tests
+            found = self._client.get_environment(str(record.environment))
+            record.weighed = rehearsing.weigh(found, candidate.base_commit)
+
+    def _run_phases(
+        self,
+        candidate: rehearsing.Candidate,
+        row: protocol.Instance,
+        recipe: protocol.Recipe,
+        record: rehearsing.Record,
+    ) -> None:
         ttl = _TTL + 2 * self._times * self._test_timeout
         options = {"environment": record.environment, "ttl": ttl}
         with self._check_out(candidate, **options) as checkout:
