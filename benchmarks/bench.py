@@ -50,7 +50,7 @@ from mirrord.host.mounts import attach, make_overlay, umount
 from mirrord.model import AuditLevel, Backend
 
 _EXT4_BYTES = 16 << 30
-ROLLOUTS = ("diff", "apply", "branch", "grade", "turn", "crowd")
+ROLLOUTS = ("diff", "apply", "branch", "grade", "turn", "crowd")  # and `cold`, which pauses
 
 
 class Bench:
@@ -396,6 +396,7 @@ class Bench:
             "warm": self.warm_checkout,
             "reset": self.reset,
             **rollouts,
+            "cold": partial(self._rollout, "cold"),
             "crowd": partial(self.crowd, tasks, seconds),
             "neighbours": partial(self.neighbours, seconds),
             "sandbox": self.sandbox,

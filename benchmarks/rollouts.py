@@ -18,6 +18,7 @@ from rivals import Git, git
 
 from mirrord import Checkout
 
+_PAUSE_S = 1.0
 _TURNS = 5  # rounds of what takes git seconds
 
 
@@ -167,6 +168,80 @@ class Rollouts:
             )
             release()
 
+    def cold(self) -> None:
+        """Each verb after a second in which nobody asks for anything, as an agent thinks, and git's after the same."""
+        change = make_change(self._clone, 3, 1)
+        expected, clone, git_ = self._expect(change), self._clone, self._git
+        leases: list[Checkout] = []
+        trees: list[Path] = []
+
+        def add(*patches: bytes) -> None:
+            trees.append(git_.fresh())
+            git_.worktree_add(trees[-1], self._commit)
+            git_.apply(trees[-1], *patches)
+
+        def remove() -> None:
+            while trees:
+                git_.worktree_remove(trees.pop())
+
+        def release() -> None:
+            while leases:
+                leases.pop().release()
+
+        with self._daemon.client() as client, client.checkout(self.instance) as checkout:
+
+            def check_out() -> None:
+                leases.append(client.checkout(self.instance))
+
+            def compare(
+                verb: str,
+                against: str,
+                ours: tuple[Callable[[], object], Callable[[], object]],
+                theirs: tuple[Callable[[], object], Callable[[], object]],
+                goal: float | None = None,
+                expected: bytes | None = None,
+            ) -> None:
+                sides = [self._timed(*side, expected, _PAUSE_S) for side in (ours, theirs)]
+                self._compare(Row(f"{verb}, after a pause of 1 s", against, goal), *sides)
+
+            def write() -> None:
+                rewrite(checkout, change)
+
+            def dirty() -> None:
+                self._dirty(change)
+
+            compare("checkout", "git worktree add", (release, check_out), (remove, add), 10)
+            compare(
+                "diff",
+                "git add --all, git diff",
+                (write, checkout.diff),
+                (dirty, lambda: git_.diff(clone)),
+                3,
+                expected,
+            )
+            compare(
+                "snapshot",
+                "git add --all, git stash create",
+                (write, checkout.snapshot),
+                (dirty, lambda: git_.stash(clone)),
+            )
+            compare(
+                "grade",
+                "git worktree add, git apply twice",
+                (release, lambda: leases.append(checkout.grade())),
+                (remove, lambda: add(expected, self._tests)),
+            )
+            compare(
+                "reset",
+                "git reset --hard, git clean -ffdx",
+                (write, checkout.reset),
+                (dirty, lambda: git_.reset_and_clean(clone)),
+                3,
+            )
+            compare("release", "git worktree remove", (check_out, release), (add, remove))
+            release()
+            remove()
+
     def turn(self) -> None:
         """The checkout's files are written inside the time of both, as an agent would."""
         with self._daemon.client() as client:
@@ -219,8 +294,9 @@ class Rollouts:
         prepare: Callable[[], object],
         work: Callable[[], object],
         expected: bytes | None = None,
+        pause_s: float = 0.0,
     ) -> Callable[[], float]:
-        """A round: its seconds without the preparation, and what that leaves the daemon to remove.
+        """A round: its seconds without the preparation, what that leaves the daemon to remove, and a pause.
 
         A patch must be the expected one.
         """
@@ -229,6 +305,7 @@ class Rollouts:
             prepare()
             while self._daemon.has_trash():
                 time.sleep(0.005)
+            time.sleep(pause_s)
             began = time.perf_counter()
             answer = work()
             took = time.perf_counter() - began
