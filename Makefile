@@ -26,7 +26,7 @@ LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3.9" p
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py workers/test_pool.py checkouts/test_pool.py)
 
-.PHONY: help setup harnesses run demo check test compiled try-wheels try-harnesses coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint site bench screenshots debian clean
+.PHONY: first-use help setup harnesses run demo check test compiled try-wheels try-harnesses coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint site bench screenshots debian clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
@@ -149,6 +149,9 @@ site: .venv/site/ready ## build the documents as a site in dist/site; no link le
 	@$(UV) venv --clear --python $(BIN)/python .venv/site
 	@$(UV) pip sync --python .venv/site --require-hashes packaging/site/requirements.lock
 	@touch $@
+
+first-use: wheels ## type the README's session in a clean container; docs/installation.md has what it printed
+	PYTHONPATH=tests/support $(BIN)/python packaging/first_use.py $(if $(UPSTREAM),--upstream '$(UPSTREAM)')
 
 deb: setup ## build the Debian packages in dist/
 	@$(BIN)/python packaging/deb.py dist

@@ -21,7 +21,7 @@ GROUPS = {
     "credential": "Check what upstreams are asked with.",
     "environment": "Build and manage environments that instances run in.",
     "dataset": "Import and manage datasets of instances.",
-    "instance": "List and show instances.",
+    "instance": "Show instances.",
     "pin": "Keep commits alive that no dataset records.",
     "snapshot": "Save states of a checkout, to go back to or to fork.",
     "layer": "Save changes of a checkout for other checkouts.",
@@ -93,7 +93,7 @@ dataset import; datasets:add; 36789; Import a dataset; mirror its repositories a
 dataset list; datasets:list_all; 39; List all datasets.
   dataset list
 dataset show; datasets:show; 349; Show a dataset, its bad rows and its unpinned commits.
-  dataset show verified
+  dataset show verified --instances
 dataset prepare; datasets:prepare; 346789; Build the templates of a dataset's instances now.
   dataset prepare verified
 dataset diff; datasets:diff; 349; Show which rows differ between two datasets.
@@ -106,8 +106,6 @@ dataset derive; derive:derive; 36789; Compute missing columns of a dataset's row
   dataset derive pulls.jsonl --output rows.jsonl
 dataset formats; datasets:formats; 39; List the dataset formats.
   dataset formats
-instance list; datasets:list_instances; 349; List the ids of instances.
-  instance list --dataset verified
 instance show; datasets:show_instance; 3459; Show one instance.
   instance show psf__requests-2317
 mirror add; mirrors:add; 35679; Add mirrors and sync them.

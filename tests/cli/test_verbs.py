@@ -73,7 +73,6 @@ DESIGNED = [
     "rehearse",
     "dataset-diff",
     "dataset-export",
-    "instance-list",
     "instance-show",
     "du",
     "gc",

@@ -238,7 +238,6 @@ def test_a_dataset_goes_out_as_lines_and_comes_back(world: World, tmp_path: Path
         (["dataset", "show", "demo", "--instances"], "demo__project-2"),
         (["dataset", "formats"], "jsonl"),
         (["dataset", "diff", "demo", "demo"], "2 unchanged"),
-        (["instance", "list", "--dataset", "demo"], "demo__project-1"),
         (["instance", "show", "demo__project-1"], "fail to pass"),
         (["instance", "show", "demo__project-1", "--view", "grader"], "fail to pass"),
         (["du", "--verbose"], "demo__project"),

@@ -21,7 +21,7 @@ PROJECT = Path(__file__).parents[2]
 WHEELS = PROJECT / ".venv/wheels"
 BLOCKS = re.findall(
     r"^```(\w+)\n(.*?)^```",
-    (PROJECT / "docs/installation.md").read_text(),
+    (PROJECT / "docs/installation.md").read_text().partition("\n## A first use\n")[0],
     re.DOTALL | re.MULTILINE,
 )
 PIPX, UV, SERVE = next(block for _, block in BLOCKS if "pipx" in block).splitlines()

@@ -275,17 +275,6 @@ def export(session: Session, name: Name) -> None:
     sys.stdout.buffer.flush()
 
 
-def list_instances(
-    session: Session,
-    dataset: Annotated[
-        str | None, Option("Only instances of this dataset.", "NAME", names="dataset")
-    ] = None,
-) -> None:
-    """For administrators: an id can give away the answer."""
-    instances = session.client.list_instances(dataset)
-    session.answer(instances, (instance.id for instance in instances))
-
-
 def show_instance(
     session: Session,
     instance: Annotated[str, Argument("Id of the instance.", "INSTANCE", "instance")],
