@@ -36,6 +36,7 @@ from ..protocol import BundleImported, ProgressSink
 from ..quoting import unquote_name
 from . import bundle_file
 from .merging import RECORDS, BundleRefs, MergePlan, must_be_history, plan_merge, sort_refs
+from .records import BundleRecords, read_records, records_of, spool_datasets, write_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,8 @@ class Bundles:
                     datasets.append(dataset)
                     rows[name] = directory / f"{name}.jsonl"
                     await catalog.spool_rows(name, key, rows[name])
-            records = bundle_file.records_of(row, await catalog.list_pins(key), datasets)
-            made = await bundle_file.write_records(repository, objects, records, rows)
+            records = records_of(row, await catalog.list_pins(key), datasets)
+            made = await write_records(repository, objects, records, rows)
         return {f"{RECORDS}{row.name}": made}
 
     # -- in -------------------------------------------------------------------------------------
@@ -233,10 +234,10 @@ class Bundles:
         await bundle_file.verify_closures(scratch, bundle.tips)
         if bundle.history is not None:
             await must_be_history(scratch, bundle.history)
-        records = bundle_file.BundleRecords(mirror=str(name))
+        records = BundleRecords(mirror=str(name))
         if bundle.records:
-            records = await bundle_file.read_records(scratch, bundle.records)
-        spools = await bundle_file.spool_datasets(scratch, bundle.records, records)
+            records = await read_records(scratch, bundle.records)
+        spools = await spool_datasets(scratch, bundle.records, records)
         row = await self.mirrors.catalog.find_mirror(name.key)
         if row is None:
             await self.mirrors.add(str(name), records.url)
@@ -313,7 +314,7 @@ class Bundles:
 def _pin_rows(
     name: MirrorName,
     bundle: BundleRefs,
-    records: bundle_file.BundleRecords,
+    records: BundleRecords,
     restored: dict[str, int],
     owner_uid: int,
 ) -> tuple[list[PinRow], int]:
