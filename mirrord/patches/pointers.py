@@ -38,6 +38,11 @@ _LOG = re.compile(
 )
 # a line of the same formats for a work tree that was edited
 _DIRTY = re.compile(rb"(?m)^Submodule (.+) contains (?:modified|untracked) content\r?\n")
+# a submodule that only moves has no other lines; git never names a directory so
+_RENAMED = re.compile(
+    rb"(?m)^diff --git [^\n]*\nsimilarity index 100%\r?\n"
+    rb"rename from ([^\n]*)\nrename to ([^\n]*)\n(?=diff |Submodule |-- \n|\n|\Z)"
+)
 # git has an id of zeros for the side that does not exist
 _NULL_ID = re.compile(rb"0{7,64}")
 
@@ -68,6 +73,8 @@ def move(tree: Tree, objects: Objects | None, patch: bytes, *, reverse: bool) ->
     that is not that of the old commit.
     """
     moved = Moved(patch)
+    if b"\nrename from " in patch:
+        _leave_renamed(tree, moved, reverse=reverse)
     if b"ubmodule " not in patch and b"Subproject commit " not in patch:
         return moved
     for pointer, text in _read(patch):
@@ -96,6 +103,18 @@ def move(tree: Tree, objects: Objects | None, patch: bytes, *, reverse: bool) ->
         else:
             _move(tree, objects, pointer, moved)
     return moved
+
+
+def _leave_renamed(tree: Tree, moved: Moved, *, reverse: bool) -> None:
+    """Take out of a patch what renames a submodule, with a note; its other parts are applied."""
+    for match in _RENAMED.finditer(moved.rest):
+        with suppress(NeedsGitError):
+            old, new = (name_of(name, 0) for name in match.groups()[:: -1 if reverse else 1])
+            file = tree.read(old) if old else None
+            if old and new and file and file.mode in (DIRECTORY, SUBMODULE):
+                moved.rest = moved.rest.replace(match[0], b"", 1)
+                fact = f"its files stay: the patch renames it to {shown_path(new)}"
+                moved.notes.append(_said(old, fact))
 
 
 def _has_files(tree: Tree, path: bytes) -> bool:

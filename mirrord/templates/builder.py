@@ -23,7 +23,7 @@ import anyio.to_thread
 
 from ..catalog import Composition
 from ..datasets.submodules import has_whole, whole_of
-from ..errors import InvalidRequestError
+from ..errors import CommitUnservableError, InvalidRequestError
 from ..git.command import Git
 from ..git.graphs import graph_is_whole
 from ..git.objects.modules import compose
@@ -303,7 +303,7 @@ class StoreBuilder:
                     contents = await self._squashed(name, resolved, scratch)
                 else:
                     contents = await self._sealed(name, commit)
-                composition = await self.composition_of(name, commit)
+                composition = await self.ensure_composed(name, commit)
                 modules = composition.modules if composition else ()
                 filtering = Filtering.NONE
                 if composition and composition.pointers:
@@ -342,6 +342,25 @@ class StoreBuilder:
         log.info("store.built", mirror=str(name), commit=commit, history=str(history), **counts)
         return store
 
+    async def ensure_composed(self, name: MirrorName, commit: CommitId) -> Composition | None:
+        """Write the composed tree of a base commit unless it is here; return what it needs.
+
+        Raises CommitUnservableError where LFS objects are not here, as on another host of a fleet:
+        a layer would have pointers in their place.
+        """
+        composition = await self.composition_of(name, commit)
+        target = whole_path(self._root, str(name))
+        if composition and composition.tree and not has_whole(target, composition):
+            whole = whole_of(self.mirrors_path, name, commit, composition)
+            composed = await self.workers.run(compose, target, [whole], timeout=_PLACE_TIMEOUT)
+            if composed != [composition.tree]:
+                raise CommitUnservableError(
+                    f"cannot check out commit {commit} of {name}: the LFS objects on this host are"
+                    " not those of its import",
+                    hint="import its data set here; the store of a fleet has no LFS objects",
+                )
+        return composition
+
     async def _place(
         self, top: Path, name: MirrorName, commit: CommitId, composition: Composition
     ) -> None:
@@ -358,10 +377,6 @@ class StoreBuilder:
                     place_module, top, module, composition.modules, self.mirrors_path(sub),
                     store.git, timeout=_PLACE_TIMEOUT,
                 )  # fmt: skip
-        target = whole_path(self._root, str(name))
-        if not has_whole(target, composition):
-            whole = whole_of(self.mirrors_path, name, commit, composition)
-            await run(compose, target, [whole], timeout=_PLACE_TIMEOUT)
 
     def recompose(self, compositions: Mapping[tuple[str, CommitId], Composition]) -> None:
         """Discard stores with other submodules than an import has found now."""

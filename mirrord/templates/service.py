@@ -161,6 +161,7 @@ class Templates:
         templates = self._registry.get(name)
         if existing is None or tree not in templates.layers:
             await self.stores.room.ensure(f"make a template of {commit}")
+            await self.stores.ensure_composed(name, commit)  # before the layer reads LFS objects
         while True:
             store, _ = await together(
                 self.stores.ensure(name, commit, history),

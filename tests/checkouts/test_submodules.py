@@ -19,6 +19,7 @@ from waiting import until
 from mirrord import Backend, Checkout, Client, History, PatchConflictError, View
 from mirrord.catalog import Module
 from mirrord.datasets.submodules import join_url
+from mirrord.errors import CommitUnservableError
 from mirrord.model import AuditLevel, FindingKind
 from mirrord.seal.verify import verify_seal
 from mirrord.templates.modules import config_of
@@ -308,6 +309,18 @@ def test_a_patch_that_moves_a_submodule_has_its_files(world: World, backend: Bac
                 assert len(notes) == bool(files), patch
                 assert (files or "") in "".join(notes)
                 made.reset()
+            renamed = (
+                "diff --git a/pkg/sub b/pkg/new\nsimilarity index 100%\n"
+                "rename from pkg/sub\nrename to pkg/new\n"
+            )
+            named = f"diff --git a/pkg/x.py b/pkg/x.py\n{other}"
+            for sections in (renamed + named, other + renamed):
+                notes = client.apply_patch(made.id, sections.encode()).notes
+                assert notes == [
+                    "submodule 'pkg/sub': its files stay: the patch renames it to 'pkg/new'"
+                ]
+                assert made.diff().count(b"diff --git") == 1
+                made.reset()
             gone = text.replace("index ", "deleted file mode 160000\nindex ").replace(
                 "+++ b/pkg/sub\n@@ -1 +1 @@", "+++ /dev/null\n@@ -1 +0,0 @@"
             )
@@ -427,6 +440,21 @@ def test_lfs_objects_are_audited_and_healed(world: World) -> None:
                 run(made.path, "rm big.bin; git checkout -q -- big.bin; cat big.bin")
                 == BIG.decode()
             )
+
+
+def test_a_host_without_the_lfs_objects_says_so(world: World, tmp_path: Path) -> None:
+    """As another daemon of a fleet is; an import there fetches them again."""
+    shutil.rmtree(world.running.state_dir / "mirrors/o__top/lfs/objects")
+    composed = world.running.state_dir / "templates/o__top/whole.git"
+    with Client(world.running.socket) as client:
+        until(lambda: client.gc() and not composed.exists())
+        with pytest.raises(CommitUnservableError, match="LFS objects"):
+            client.checkout("i")
+        row = {"instance_id": "i", "repo": "o/top", "base_commit": world.base}
+        needs = _import(world.running, tmp_path, "rows", [row])["needs"]
+        assert (needs["lfs_pointers"], needs["lfs_missing"]) == (3, 1), needs
+        with client.checkout("i") as made:
+            assert (made.path / "big.bin").read_bytes() == BIG
 
 
 def test_every_history_has_what_it_says(world: World) -> None:
