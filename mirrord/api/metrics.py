@@ -26,6 +26,7 @@ from prometheus_client.utils import floatToGoString
 from ..catalog import MirrorRow
 from ..engine.activity import BUCKETS_S, Traffic
 from ..engine.engine import Engine
+from ..errors import CatalogUnavailableError
 
 # a label's values are time series: thousands of mirrors would be as many in Prometheus
 MIRRORS_SHOWN = 50
@@ -104,16 +105,19 @@ async def answer(engine: Engine, accept: str = "", *, uid: int | None = None) ->
 
     With `uid`, checkouts of that owner only.
     """
-    mirrors, rows = await engine.catalog.list_mirrors(), await engine.catalog.count_rows()
+    try:
+        listed = await engine.catalog.list_mirrors(), await engine.catalog.count_rows()
+    except CatalogUnavailableError:  # unknown is no zero: these series are absent
+        listed = None
     encode, media_type = choose_encoder(accept)
     registry = CollectorRegistry()
     ProcessCollector(namespace="mirrord", registry=registry)
     values = (
         _current_values(engine, uid)
         | _values_since_start(engine)
-        | _catalog_values(engine, mirrors, rows)
+        | (_catalog_values(engine, *listed) if listed else {})
     )
-    families = [_family(name, *METRICS[name], values[name]) for name in METRICS]
+    families = [_family(name, *METRICS[name], values[name]) for name in METRICS if name in values]
     registry.register(_Families([*families, _request_times(engine.traffic)]))
     return await anyio.to_thread.run_sync(encode, registry), media_type
 

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,13 @@ from ..environments.images.importing import Images
 from ..environments.leaks import Leaks
 from ..environments.probing import Probes
 from ..environments.service import Environments
-from ..errors import BackendUnavailableError, InvalidConfigError, MirrordError, StoppingError
+from ..errors import (
+    BackendUnavailableError,
+    CatalogUnavailableError,
+    InvalidConfigError,
+    MirrordError,
+    StoppingError,
+)
 from ..fleet.claims import Claims
 from ..git.command import Git
 from ..grading.service import Grading
@@ -47,10 +54,11 @@ from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import default_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now
 from ..places import Layout
-from ..protocol import Activity, Configuration, ReloadAnswer, Status
+from ..protocol import Activity, Configuration, DatasetSummary, Mirror, ReloadAnswer, Status
 from ..templates.builder import StoreBuilder
 from ..templates.environments import EnvironmentStore
 from ..templates.service import Templates
+from ..units import when
 from ..workers.gate import Gate
 from ..workers.pool import Workers
 from ..workers.turns import HOUSEKEEPING, Askers
@@ -85,6 +93,8 @@ class Engine:
         self._reloading = asyncio.Lock()
         self._on_reload: list[Callable[[], Awaitable[None]]] = []
         self.started_at = utc_now()
+        # what the catalog listed last, which is all that there is while it cannot be reached
+        self._listed: tuple[list[Mirror], list[DatasetSummary], str] = [], [], "unknown"
         self.layout = Layout(settings.state_dir)
         self.access = Access(self.settings)
         self.events = Events()
@@ -455,14 +465,20 @@ class Engine:
 
     async def status(self) -> Status:
         health = (await self.current_health()).health
-        datasets = await self.catalog.summarise_datasets()
+        try:
+            listed = await self.mirrors.list_mirrors(), await self.catalog.summarise_datasets()
+            self._listed = (*listed, f"as of {when(utc_now())}")
+        except CatalogUnavailableError:
+            told = [f"mirrors and datasets are {self._listed[2]}: the catalog has them"]
+            health = replace(health, reasons=[*health.reasons, *told])
+        mirrors, datasets, _ = self._listed
         return Status(
             version=__version__, pid=os.getpid(), uid=os.geteuid(), started_at=self.started_at,
             state_dir=str(self.layout.root),
             config_path=str(self._config_path) if self._config_path else None,
             backend=self.backend,
             health=health,
-            mirrors=await self.mirrors.list_mirrors(),
+            mirrors=mirrors,
             datasets=[self.readiness.describe(summary) for summary in datasets],
             checkout_count=len(self.checkouts.leases),
             checkout_max=self._settings.checkouts.max,

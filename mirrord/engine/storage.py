@@ -20,6 +20,7 @@ from ..checkouts.layers import layer_path
 from ..checkouts.lease import Lease
 from ..checkouts.service import Checkouts
 from ..environments.service import Environments
+from ..errors import CatalogUnavailableError
 from ..host.peers import Peer
 from ..host.trash import TRASH_PREFIX, find_trash
 from ..mirrors.service import Mirrors
@@ -289,7 +290,11 @@ class Storage:
     async def _weigh_catalog(self, leases: Iterable[Lease]) -> list[_Kind]:
         """Weigh datasets by the values of their rows; the rest of the database is one row."""
         held = Counter(lease.base.dataset for lease in leases)
-        sizes = await self.mirrors.catalog.weigh_datasets()
+        try:
+            sizes = await self.mirrors.catalog.weigh_datasets()
+        except CatalogUnavailableError:
+            unknown = UsageRow(kind="datasets", name="unknown", size_bytes=0, is_whole=False)
+            return [_Kind("datasets", [unknown], 0)]
         rows = [
             UsageRow(kind="datasets", name=name, size_bytes=size, checkouts=held[name])
             for name, size in sizes.items()

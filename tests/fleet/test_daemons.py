@@ -14,7 +14,7 @@ from pathlib import Path
 import postgresql
 import pytest
 from daemon_fleet import Fleet, become_like, done, ended, eventually, have, refs, rows, well_ended
-from daemons import daemon
+from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 
 pytestmark = pytest.mark.slow
@@ -228,10 +228,21 @@ def test_a_catalog_without_a_store_has_one_daemon(server: postgresql.Server, fle
 def test_a_daemon_that_cannot_reach_its_postgresql_ends_to_be_started_again(
     server: postgresql.Server, fleet: Fleet
 ) -> None:
-    """`RestartPreventExitStatus=` of systemd's unit does not name the status."""
-    a = fleet.make(start=False)
+    """`RestartPreventExitStatus=` of systemd's unit does not name the status.
+
+    One that runs answers what it knows, and says what it does not.
+    """
+    a = fleet.make()
+    a.json("GET", "/v1/status")
+    assert "\nmirrord_instances " in _metrics(a)
     server.stop()
     try:
+        reasons = a.json("GET", "/v1/status")["health"]["reasons"]
+        assert [reason for reason in reasons if "mirrors and datasets are as of" in reason]
+        assert a.json("GET", "/v1/usage")["partial"] == 1
+        assert "\nmirrord_checkouts " in _metrics(a)
+        assert "\nmirrord_instances " not in _metrics(a)
+        a.stop()
         a.start(wait=False)
         assert a.process is not None
         assert a.process.wait(60) == 7
@@ -240,6 +251,12 @@ def test_a_daemon_that_cannot_reach_its_postgresql_ends_to_be_started_again(
     a.process = None
     a.start()
     assert a.get("/v1/health")[0] == 200
+
+
+def _metrics(one: Daemon) -> str:
+    status, _, body = one.get("/metrics")
+    assert status == 200
+    return str(body, "utf-8")
 
 
 def test_a_catalog_of_sqlite_may_have_a_store(tmp_path: Path, upstream: Upstream) -> None:
