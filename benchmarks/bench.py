@@ -2,6 +2,7 @@
 
 `make bench REPO=/path/of/a/repository` prints a table and writes build/bench.json; DOCS=1 also docs/benchmarks.md and its plot.
 BENCH_ARGS='--ext4 --cases rollouts' measures what a rollout asks for, on a journaled ext4 whatever the disk is.
+BENCH_ARGS='--pod 0 --ext4 --cases plain' measures root in a container without CAP_SYS_ADMIN, --pod 1500 a user there.
 Each round does ours and theirs one after the other, so that a machine whose speed drifts moves both.
 """
 
@@ -32,6 +33,7 @@ import scale
 import soak
 from audits import Audited
 from imports import imports
+from in_pod import run_in_pod
 from load import kernel_alone, lean_clients, python_client, tasks_of_one_client, tasks_of_streams
 from measured_daemon import MIRROR, Daemon
 from plain_trees import PlainTrees
@@ -570,6 +572,12 @@ def main() -> None:
     parser.add_argument(
         "--restart", action="store_true", help="of soak: stop and kill the daemon in its middle"
     )
+    parser.add_argument(
+        "--pod",
+        type=int,
+        metavar="UID",
+        help="run the cases in a container without CAP_SYS_ADMIN, by podman; with --repo",
+    )
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
     parser.add_argument(
         "--docs",
@@ -582,7 +590,9 @@ def main() -> None:
         options.cases = list(ROLLOUTS)
     broken: list[str] = []
     with _area(options.area, on_ext4=options.ext4) as area:
-        if options.cases == ["scale"]:
+        if options.pod is not None:
+            ran = run_in_pod(area, options)
+        elif options.cases == ["scale"]:
             ran = [run_scale(area, options)]
         elif options.cases == ["soak"]:
             result, broken = run_soak(area, options)

@@ -107,8 +107,15 @@ class MirrordSandboxEnvironment(SandboxEnvironment):
             await self.sandbox.write(file, data)
 
     async def read_file(self, file: str, text: bool = True) -> Any:
-        with _as_os_error(file):
-            data = await self.sandbox.read(file)
+        try:
+            with _as_os_error(file):
+                data = await self.sandbox.read(file)
+        except PermissionError as error:
+            # Landlock says so of a directory, too, such as /etc
+            if (await self.exec(["test", "-d", file])).success:
+                number = errno.EISDIR
+                raise OSError(number, os.strerror(number).lower(), file) from error
+            raise
         if len(data) > SandboxEnvironmentLimits.MAX_READ_FILE_SIZE:
             raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_READ_FILE_SIZE_STR, None)
         return data.decode() if text else data

@@ -73,7 +73,7 @@ class Engine:
             env=self.environment,
             capture_output=True,
             check=False,
-            timeout=60,
+            timeout=600,
             user=self.user,
             group=self.user,
             extra_groups=None if self.user is None else [],

@@ -33,6 +33,8 @@ async def conform() -> list[str]:
         for name, check in vars(self_check).items()
         if name.startswith("test_") and name not in NO_OTHER_USER
     }
+    assert len(checks) > 30, "the suite of inspect-ai is elsewhere"
+    chosen = [name for name in checks if os.environ.get("CHECKS", "") in name]
     turns = asyncio.Semaphore(8)
 
     async def fault(name: str) -> str | None:
@@ -46,8 +48,7 @@ async def conform() -> list[str]:
                 await MirrordSandboxEnvironment.sample_cleanup(name, None, made, interrupted=False)
         return None
 
-    assert len(checks) > 30, "the suite of inspect-ai is elsewhere"
-    return [found for found in await asyncio.gather(*map(fault, checks)) if found]
+    return [found for found in await asyncio.gather(*map(fault, chosen)) if found]
 
 
 @scorer(metrics=[accuracy()])
@@ -85,7 +86,7 @@ def script(messages: Any, *_: Any) -> ModelOutput:
 
 
 def main() -> dict[str, Any]:
-    if "TREE" in os.environ and (failed := asyncio.run(conform())):
+    if failed := asyncio.run(conform()):
         sys.exit("\n".join(failed))
     samples = [
         Sample(id="gold", input=ROW["patch"], target="", metadata=METADATA),

@@ -1,0 +1,38 @@
+"""The bench in a container as docker and Kubernetes make one: root, or a user, without CAP_SYS_ADMIN and namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+
+import anyone
+from pods import pod
+
+
+def run_in_pod(area: Path, options: Namespace) -> list[dict[str, Any]]:
+    """Run the cases there as the uid of the option `pod`; what it prints but for errors is dropped."""
+    work, sources = area / "pod", [source.absolute() for source in options.repo]
+    work.mkdir()
+    (work / "home").mkdir()
+    for path in (work, work / "home"):
+        os.chown(path, options.pod, options.pod)
+    result = work / "bench.json"
+    words = ["--area", str(work), "--json", str(result), "--rounds", str(options.rounds)]
+    words += ["--cases", *options.cases, *(f"--repo={source}" for source in sources)]
+    with pod(work, *sources) as made:
+        user = ("--user", str(options.pod), "--env", f"HOME={work}/home", "--workdir", str(work))
+        bench = [*anyone.python(), str(Path(__file__).with_name("bench.py")), *words]
+        command = [made.engine.program, "exec", *user, made.name, *bench]
+        subprocess.run(command, env=made.engine.environment, stdout=subprocess.DEVNULL, check=True)
+    who = "a user" if options.pod else "root"
+    ran: list[dict[str, Any]] = json.loads(result.read_text())
+    for each in ran:
+        each["repository"]["name"] += f", {who} in a container without CAP_SYS_ADMIN"
+    return ran
