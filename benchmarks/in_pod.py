@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -18,15 +17,16 @@ from pods import pod
 
 def run_in_pod(area: Path, options: Namespace) -> list[dict[str, Any]]:
     """Run the cases there as the uid of the option `pod`; what it prints but for errors is dropped."""
-    work, sources = area / "pod", [source.absolute() for source in options.repo]
-    work.mkdir()
-    (work / "home").mkdir()
-    for path in (work, work / "home"):
-        os.chown(path, options.pod, options.pod)
+    work, sources = area / "pod", []
+    (work / "home").mkdir(parents=True)
+    for source in options.repo:  # git wants it to be the user's
+        sources.append(work / source.name)
+        subprocess.run(["cp", "-rH", source, sources[-1]], check=True)
+    subprocess.run(["chown", "-R", f"{options.pod}:{options.pod}", work], check=True)
     result = work / "bench.json"
     words = ["--area", str(work), "--json", str(result), "--rounds", str(options.rounds)]
     words += ["--cases", *options.cases, *(f"--repo={source}" for source in sources)]
-    with pod(work, *sources) as made:
+    with pod(work) as made:
         user = ("--user", str(options.pod), "--env", f"HOME={work}/home", "--workdir", str(work))
         bench = [*anyone.python(), str(Path(__file__).with_name("bench.py")), *words]
         command = [made.engine.program, "exec", *user, made.name, *bench]
