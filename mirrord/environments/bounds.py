@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..model import TREE_DEPTH_LIMIT
 from ..sandbox.box import Started
-from ..templates.environments import BYTES_LIMIT, FILES_LIMIT
+from ..templates.adoption import BYTES_LIMIT, FILES_LIMIT
 
 # between two looks at the processes; what starts and ends in between costs nothing to miss
 _LOOK_S = 2.0

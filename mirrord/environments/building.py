@@ -30,13 +30,8 @@ from ..model import CommitId, EnvironmentName, MirrorName
 from ..protocol import Recipe, SaveLayer
 from ..seal.scan import scan_environment
 from ..telemetry import masked
-from ..templates.environments import (
-    RECORD,
-    EnvironmentRecord,
-    EnvironmentStore,
-    adopt,
-    sweep_shared,
-)
+from ..templates.adoption import adopt, sweep_shared
+from ..templates.environments import RECORD, EnvironmentRecord, EnvironmentStore
 from .builder import TIMEOUT, Order, build_owner, find_uv, run_builder
 from .preparations import Preparations
 

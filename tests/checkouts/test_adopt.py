@@ -11,8 +11,8 @@ import pytest
 
 from mirrord.environments.bounds import find_excess
 from mirrord.errors import LimitReachedError
-from mirrord.templates import environments
-from mirrord.templates.environments import Adopted, adopt, sweep_shared
+from mirrord.templates import adoption
+from mirrord.templates.adoption import Adopted, adopt, sweep_shared
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ EXCESSES = {
 @pytest.mark.parametrize("exceed", EXCESSES)
 def test_a_result_is_bounded(exceed: object, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of what was copied is left, but for shared files, which a sweep removes."""
-    monkeypatch.setattr(environments, "FILES_LIMIT", 500)
+    monkeypatch.setattr(adoption, "FILES_LIMIT", 500)
     assert callable(exceed)
     exceed(built)
     with pytest.raises(

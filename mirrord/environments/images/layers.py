@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple, Self, cast
 from ...errors import InvalidImageError, full_disk_named
 from ...host.files import entries_in, make_whiteout, open_child, open_directory, open_plain, opened
 from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
-from ...templates.environments import FILES_LIMIT
+from ...templates.adoption import FILES_LIMIT
 
 # as Go's reader of archives; Python's would read a header of any size into memory
 _HEADER_LIMIT_BYTES = 1 << 20
