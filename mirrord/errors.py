@@ -221,13 +221,16 @@ def unexpected(error: Exception, doing: str) -> MirrordError:
 
 
 def host_error(error: BaseException, doing: str) -> ResourceError | None:
-    """Return our error for one that the disk or the limit on open files caused, else None."""
+    """Return our error for one that the disk or a limit of the kernel caused, else None."""
     if not isinstance(error, OSError):
         return None
     fact = f"cannot {doing}: {error.strerror}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         hint = "raise LimitNOFILE= of the unit, or ulimit -n"
         return TooManyFilesError(fact, hint=hint, retry_after=1)
+    if error.errno == errno.ENAMETOOLONG:
+        hint = "a path and that of state_dir may have 4,095 bytes together; choose a shorter one"
+        return TooLargeError(fact, hint=hint)
     if isinstance(error.filename, str):
         fact += f" at {error.filename}"
     if error.errno in _FULL:

@@ -24,7 +24,9 @@ DatasetName = NewType("DatasetName", str)  # a valid component of a ref
 FIRST_PARENTS_LIMIT = 64  # of `Resolved.line`
 NAME_LIMIT_BYTES = 255  # Linux's NAME_MAX
 TREE_DEPTH_LIMIT = 400  # a walk holds a stack frame or an open file for each directory
-TREE_PATH_LIMIT_BYTES = 3072  # PATH_MAX is 4,096, and includes the path of the tree itself
+# PATH_MAX is 4,096, and where a path is used whole it includes that of the tree itself
+TREE_PATH_LIMIT_BYTES = 4000
+ENVIRONMENT_PATH_LIMIT_BYTES = 3072
 
 UNREAD_LIST = "not readable as a list of names, left empty"
 """The end of an instance's rule about a list of tests that could not be read: it is not empty."""

@@ -21,7 +21,7 @@ from ..host.files import (
     write_all,
 )
 from ..host.trash import remove_tree
-from ..model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
+from ..model import ENVIRONMENT_PATH_LIMIT_BYTES, TREE_DEPTH_LIMIT
 from ..places import ENVIRONMENT, TESTBED
 from ..trees.relocation import Relocation
 
@@ -104,7 +104,7 @@ class _TreeCopy:
     def directory(self, source: int, target: Path, above: bytes) -> None:
         """Copy the content of an open directory."""
         _must_not_exceed(above.count(b"/"), TREE_DEPTH_LIMIT, "nested directories")
-        _must_not_exceed(len(above), TREE_PATH_LIMIT_BYTES, "bytes in a path")
+        _must_not_exceed(len(above), ENVIRONMENT_PATH_LIMIT_BYTES, "bytes in a path")
         os.mkdir(target, 0o755)
         entries = sorted(entries_in(source))
         self._entries += len(entries)

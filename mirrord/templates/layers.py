@@ -359,9 +359,10 @@ def _write_delta(
 def _weigh(layer: Path) -> tuple[int, int]:
     """Return a layer's own bytes on disk, and those of the shared files that it had first."""
     own = shared = 0
-    for above, directories, names in os.walk(layer):
+    # by descriptors: whole paths would leave less of PATH_MAX to those of the tree
+    for _, directories, names, above in os.fwalk(layer):
         for name in (*directories, *names):
-            st = os.lstat(os.path.join(above, name))
+            st = os.lstat(name, dir_fd=above)
             if not stat.S_ISREG(st.st_mode) or st.st_nlink == 1:
                 own += st.st_blocks * 512
             elif st.st_nlink == 2:  # the layer's own, and the one among the shared files

@@ -32,6 +32,7 @@ class Bombs:
         self._import("deep", "d/" * 3000 + "f")
         self._import("long", f"{'n' * 200}/" * 60 + "f")
         self._import("allowed", "d/" * (DEPTH - 1) + "f")
+        self._import("longest", f"{'n' * 200}/" * 19 + "n" * 150 + "/f")
 
     def _nested(self, oid: str, levels: int, width: int) -> str:
         """A tree of `width` names in each of so many levels, and as many objects as levels."""
@@ -111,22 +112,27 @@ def test_a_tree_that_is_too_large_is_refused(house: tuple[Daemon, Bombs], backen
         "entries": "1000000 entries",
         "bytes": "64 GiB",
         "deep": "400 directories deep",
-        "long": "3072 bytes",
+        "long": "4000 bytes",
     }
     assert check_out(running, bombs.plain, backend)[0] == 201
     for branch, fact in facts.items():
         status, answer = check_out(running, branch, backend)
         assert (status, answer["code"]) == (422, "too-large"), answer
         assert fact in answer["detail"]
-    status, answer = check_out(running, "allowed", backend)
-    assert status == 201, answer
-    assert answer["commit"] == bombs.upstream.git("rev-parse", "allowed")
-    tree = Path(answer["path"])
-    assert git(tree, "status", "--porcelain") == ""
-    (tree / "d").joinpath("new").write_text("new\n")
-    assert b"+new" in running.get(f"/v1/checkouts/{answer['id']}/diff")[2]
-    assert running.request("POST", f"/v1/checkouts/{answer['id']}/reset", {})[0] == 200
-    assert len(running.json("GET", "/v1/checkouts")) == 2
+    for branch in ("allowed", "longest"):
+        status, answer = check_out(running, branch, backend)
+        assert status == 201, answer
+        assert answer["commit"] == bombs.upstream.git("rev-parse", branch)
+        tree, lease = Path(answer["path"]), f"/v1/checkouts/{answer['id']}"
+        assert git(tree, "status", "--porcelain") == ""
+        for file in tree.rglob("f"):
+            file.write_text("new\n")
+        assert b"+new" in running.get(f"{lease}/diff")[2]
+        made = [running.request("POST", f"{lease}/{verb}", {}) for verb in ("snapshots", "fork")]
+        assert [status for status, *_ in made] == [201, 201], made
+        assert running.request("POST", f"{lease}/reset", {})[0] == 200
+        assert git(tree, "status", "--porcelain") == ""
+    assert len(running.json("GET", "/v1/checkouts")) == 5
     assert "Traceback" not in running.log
 
 

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple, Self, cast
 
 from ...errors import InvalidImageError, full_disk_named
 from ...host.files import entries_in, make_whiteout, open_child, open_directory, open_plain, opened
-from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
+from ...model import ENVIRONMENT_PATH_LIMIT_BYTES, TREE_DEPTH_LIMIT, shown
 from ...templates.adoption import FILES_LIMIT
 
 # as Go's reader of archives; Python's would read a header of any size into memory
@@ -149,7 +149,7 @@ def _checked(name: str) -> str:
     path = "/".join(parts)
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise _refused(f"the path {shown(name)}, which leads out of it")
-    if len(parts) > TREE_DEPTH_LIMIT or len(os.fsencode(path)) > TREE_PATH_LIMIT_BYTES:
+    if len(parts) > TREE_DEPTH_LIMIT or len(os.fsencode(path)) > ENVIRONMENT_PATH_LIMIT_BYTES:
         raise _refused(f"a path of {len(parts)} components")
     return path
 
