@@ -497,13 +497,26 @@ def test_an_agent_ends_its_turn_without_a_grade(lab: GradingLab) -> None:
         assert answer["checkouts"][0]["problem"]["code"] == "not-allowed"
 
 
-def test_asyncio_ends_turns(lab: GradingLab) -> None:
-    async def turn() -> tuple[bytes | None, bool]:
-        async with AsyncClient(lab.running.socket) as client:
-            checkout = await client.checkout(INSTANCE)
-            write(checkout.path / "new", "x")
-            finished = await checkout.finish()
-            return finished.diff, finished.released
+def test_the_end_of_a_block_ends_a_turn(lab: GradingLab) -> None:
+    """In asyncio too; what a failed grade leaves is released as well."""
 
-    diff, released = asyncio.run(turn())
-    assert (b"+x" in (diff or b""), released) == (True, True)
+    async def turns() -> None:
+        async with AsyncClient(lab.running.socket) as client:
+            async with client.checkout(INSTANCE) as checkout:
+                write(checkout.path / "new", "x")
+                checkout.at_exit(diff=True)
+                before = _requests(lab)
+            assert _requests(lab) - before == Counter(take_turns=1)
+            assert checkout.finished is not None and b"+x" in (checkout.finished.diff or b"")
+            with pytest.raises(SteeringRefusedError):
+                async with client.checkout(INSTANCE) as refused:
+                    write(refused.path / "conftest.py", "x = 1\n")
+                    refused.at_exit(grade={"policy": "refuse", "owner": GRADER})
+            with pytest.raises(ZeroDivisionError):
+                async with client.checkout(INSTANCE) as broken:
+                    broken.at_exit()
+                    raise ZeroDivisionError
+            assert (refused.finished, broken.finished) == (None, None)
+            assert await client.list_checkouts() == []
+
+    asyncio.run(turns())

@@ -47,7 +47,10 @@ class AsyncCheckout:
     def __init__(self, client: AsyncClient, lease: protocol.Checkout, ttl: float | None) -> None:
         self._client = client
         self._ttl = ttl
+        self._at_exit: dict[str, Any] = {}
         self.lease = lease
+        self.finished: AsyncFinished | None = None
+        """What `at_exit` asked for, after the `with` block."""
 
     id = _LeaseMember[str]()
     mirror = _LeaseMember[str]()
@@ -231,6 +234,18 @@ class AsyncCheckout:
             raise finished.error
         return finished
 
+    def at_exit(
+        self,
+        *,
+        diff: bool | model.DiffFormat = True,
+        grade: bool | Mapping[str, Any] = False,
+    ) -> None:
+        """Let the end of the `with` block diff and grade in the request that releases.
+
+        `finished` has the results. After an exception in the block there is a release alone.
+        """
+        self._at_exit = {"diff": diff, "grade": grade}
+
     async def attach(
         self,
         path: Path | str,
@@ -272,6 +287,13 @@ class AsyncCheckout:
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _at: object) -> None:
+        if self._at_exit and error is None:
+            try:
+                self.finished = await self.finish(**self._at_exit, release=True)
+            except BaseException:
+                await async_to_end(self.release())
+                raise
+            return
         try:
             await async_to_end(self.release())
         except MirrordError as failure:

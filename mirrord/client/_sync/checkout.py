@@ -48,7 +48,10 @@ class Checkout:
     def __init__(self, client: Client, lease: protocol.Checkout, ttl: float | None) -> None:
         self._client = client
         self._ttl = ttl
+        self._at_exit: dict[str, Any] = {}
         self.lease = lease
+        self.finished: Finished | None = None
+        """What `at_exit` asked for, after the `with` block."""
 
     id = _LeaseMember[str]()
     mirror = _LeaseMember[str]()
@@ -230,6 +233,18 @@ class Checkout:
             raise finished.error
         return finished
 
+    def at_exit(
+        self,
+        *,
+        diff: bool | model.DiffFormat = True,
+        grade: bool | Mapping[str, Any] = False,
+    ) -> None:
+        """Let the end of the `with` block diff and grade in the request that releases.
+
+        `finished` has the results. After an exception in the block there is a release alone.
+        """
+        self._at_exit = {"diff": diff, "grade": grade}
+
     def attach(
         self,
         path: Path | str,
@@ -271,6 +286,13 @@ class Checkout:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _at: object) -> None:
+        if self._at_exit and error is None:
+            try:
+                self.finished = self.finish(**self._at_exit, release=True)
+            except BaseException:
+                self.release()
+                raise
+            return
         try:
             self.release()
         except MirrordError as failure:
