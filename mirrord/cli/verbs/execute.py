@@ -46,12 +46,9 @@ if TYPE_CHECKING:
 
 # renewed at a third of it; after a killed `mirrord exec` the tree is gone within three minutes
 _LEASE_TTL = timedelta(minutes=3)
-_SHELL = "sh"  # the one that every sandbox has
 _SANDBOX_PATH = "/usr/local/bin:/usr/bin:/bin"
 # shown in every sandbox; a program elsewhere is shown by itself
 _SANDBOX_DIRECTORIES = ("/usr/", "/bin/", "/sbin/")
-
-
 _TARGET_HELP = "An instance id, NAME@COMMITISH, or a held checkout."
 _COMMAND_HELP = "The command, with or without -- before it; default: a shell."
 
@@ -260,7 +257,7 @@ class _Run:
     def _command(self, image: protocol.Image | None) -> list[str]:
         """Return the command: with an entry point as docker puts them together."""
         if not self._options.entrypoint:
-            return self._given or [_SHELL]
+            return self._given or ["sh"]  # the one that every sandbox has
         if image is None or not (command := [*image.entrypoint, *(self._given or image.command)]):
             fact = "it has nothing to run" if image else "the checkout has no image"
             hint = "leave --entrypoint out, and name a command"
@@ -274,12 +271,8 @@ class _Run:
         name, *rest = command
         search = f"{environment}/bin:{_SANDBOX_PATH}" if environment else _SANDBOX_PATH
         is_inside = "/" not in name and shutil.which(name, path=search)
-        program = None if is_inside else shutil.which(name)
-        if (
-            program is None
-            or not program.startswith("/")
-            or program.startswith(_SANDBOX_DIRECTORIES)
-        ):
+        program = "" if is_inside else shutil.which(name) or ""
+        if not program.startswith("/") or program.startswith(_SANDBOX_DIRECTORIES):
             return command, self._shown_paths
         return [program, *rest], [*self._shown_paths, Path(program)]
 

@@ -86,8 +86,7 @@ def grade(
     With --predictions the exit status is 0 if each has a grade, else that of the first without one.
     """
     common: dict[str, Any] = {"policy": ",".join(policy) if policy else None, "backend": backend}
-    common |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
-    common |= {"auto_renew": False}
+    common |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner), "auto_renew": False}
     of_rows: dict[str, Any] = {"dataset": dataset, "history": history}
     of_patch: dict[str, Any] = {"strategy": strategy, "layer": layer, "environment": environment}
     if predictions is not None:
