@@ -171,6 +171,9 @@ class Fleet(Sharing):
             except (errors.CatalogUnavailableError, errors.StoreUnavailableError):
                 self.unfinished.add(key)
                 raise
+            except errors.ClaimLostError:  # tips that only this node has are kept by the next poll
+                self.unrecorded.add(key)
+                raise
             if claim.is_synced:
                 hold.after, hold.has_failed = self.settings().sync.interval or None, False
 

@@ -13,7 +13,8 @@ from mirror_parts import NAME, Builder, House
 
 from mirrord.bundles.service import Bundles
 from mirrord.catalog import PinRow
-from mirrord.errors import UpstreamNotFoundError
+from mirrord.errors import ClaimLostError, UpstreamNotFoundError
+from mirrord.fleet.generations import read_manifest
 from mirrord.fleet.objects import ObjectStore
 from mirrord.fleet.rounds import Rounds
 from mirrord.fleet.service import Fleet
@@ -99,5 +100,27 @@ def test_health_ends_its_complaint_when_another_daemon_has_synced(
         await it.catalog.record_unchanged([NAME.key], utc_now())  # as another daemon's round does
         await it.mirrors.refresh_errors()
         assert not it.mirrors.outages()
+
+    run(body)
+
+
+def test_what_a_lost_claim_left_on_one_node_is_published_by_the_next_poll(
+    run: Callable[[Callable[..., Awaitable[None]]], None],
+    upstream: Upstream,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(it: House, rounds: Rounds) -> None:
+        async def refuse(*_: object) -> bool:
+            monkeypatch.undo()
+            return False
+
+        fleet = rounds.fleet
+        before, tip = fleet.generations[NAME.key], upstream.commit({"seen": "here alone\n"})
+        monkeypatch.setattr(fleet.catalog, "publish_generation", refuse)
+        with pytest.raises(ClaimLostError):
+            await it.mirrors.sync(NAME)
+        assert fleet.generations[NAME.key] == before
+        await rounds._publish_records()
+        assert tip in read_manifest(fleet.store, NAME, fleet.generations[NAME.key]).refs.values()
 
     run(body)
