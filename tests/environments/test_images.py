@@ -23,6 +23,7 @@ from mirrord import Sandbox, protocol
 from mirrord.errors import (
     ConflictError,
     EnvironmentLeaksError,
+    InvalidRequestError,
     UpstreamAuthError,
     UpstreamError,
     UsageError,
@@ -278,6 +279,8 @@ def test_what_is_no_image_is_refused(bench: Bench, tmp_path: Path) -> None:
         bench.client.import_image("docker:x")
     with pytest.raises(FileNotFoundError):
         bench.client.import_image("dir:/absent")
+    with pytest.raises(InvalidRequestError, match="control characters"):
+        bench.client.wait(bench.client.import_image("docker://127.0.0.1:9/x:\x1b[1m"))
     with pytest.raises(UpstreamError, match="connection refused"):
         bench.client.wait(bench.client.import_image("docker://127.0.0.1:9/x"))
 

@@ -92,6 +92,12 @@ class Images:
         self, request: protocol.ImportImage, upload: Path | None, progress: ProgressSink
     ) -> protocol.BuildReport:
         """Import an image; a refusal is reported, and kept as a failed environment."""
+        source = request.source
+        if source.startswith(REGISTRY) and (not source.isprintable() or " " in source):
+            raise errors.InvalidRequestError(
+                f"cannot import image {shown(source)}: its name has spaces or control characters",
+                hint="name it as docker does: docker://REGISTRY/REPOSITORY:TAG",
+            )
         key = key_of_image(request)
         if not ENVIRONMENT_KEY.fullmatch(key):
             raise errors.InvalidRequestError(

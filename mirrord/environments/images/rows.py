@@ -21,6 +21,7 @@ from ...errors import (
     InstanceNotFoundError,
     IntegrityError,
     InvalidImageError,
+    InvalidRequestError,
     MirrordError,
     NotFoundError,
     StoppingError,
@@ -149,7 +150,7 @@ class RowImages:
         request = protocol.ImportImage(source=source)
         try:
             made = await self.images.add(request, None, progress)
-        except UpstreamError as error:
+        except (InvalidRequestError, UpstreamError) as error:
             failed = protocol.FailedBuild(key=key_of_image(request), detail=error.message)
             made = protocol.BuildReport(ready=[], failed=[failed])
         report.ready.extend(made.ready)
