@@ -578,6 +578,9 @@ def main() -> None:
         metavar="UID",
         help="run the cases in a container without CAP_SYS_ADMIN, by podman; with --repo",
     )
+    parser.add_argument(
+        "--cap-drop", nargs="*", default=[], metavar="NAME", help="with --pod: such as mknod"
+    )
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
     parser.add_argument(
         "--docs",

@@ -26,13 +26,14 @@ def run_in_pod(area: Path, options: Namespace) -> list[dict[str, Any]]:
     result = work / "bench.json"
     words = ["--area", str(work), "--json", str(result), "--rounds", str(options.rounds)]
     words += ["--cases", *options.cases, *(f"--repo={source}" for source in sources)]
-    with pod(work) as made:
+    with pod(work, drops=options.cap_drop) as made:
         user = ("--user", str(options.pod), "--env", f"HOME={work}/home", "--workdir", str(work))
         bench = [*anyone.python(), str(Path(__file__).with_name("bench.py")), *words]
         command = [made.engine.program, "exec", *user, made.name, *bench]
         subprocess.run(command, env=made.engine.environment, stdout=subprocess.DEVNULL, check=True)
     who = "a user" if options.pod else "root"
+    without = ", ".join(("sys_admin", *options.cap_drop)).upper()
     ran: list[dict[str, Any]] = json.loads(result.read_text())
     for each in ran:
-        each["repository"]["name"] += f", {who} in a container without CAP_SYS_ADMIN"
+        each["repository"]["name"] += f", {who} in a container without {without}"
     return ran

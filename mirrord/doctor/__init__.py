@@ -31,6 +31,8 @@ def examine(settings: Settings, config_path: Path | None = None) -> list[Check]:
     of_file: dict[str, _Check] = {"configuration": partial(config_file, path=config_path)}
     for name, check in ({"place": place.place} | of_file | _CHECKS).items():
         try:
+            if name in place.OF_MOUNTS:
+                check = partial(place.where_it_runs, check)
             verdict, fact, remedy = check(settings)
         except (OSError, MirrordError, ValueError) as error:
             verdict, fact = "warn", f"cannot check: {error}"

@@ -1,6 +1,16 @@
 """The place of this host, and what it makes of the remedies of other checks."""
 
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
 from ..config import Settings
+from ..errors import MirrordError
+from ..host.mounts import may_mount
+from ..host.namespaces import home
 from ..host.namespaces.place import find_place
 from ..model import Place
 from .checks import Result
@@ -17,8 +27,10 @@ _ASK = {
     Place.USER: "ask the administrator for `sysctl -w user.max_user_namespaces=10000`, on Ubuntu"
     " for `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`; see docs/where.md",
     Place.CONTAINER: "ask for a pod with `securityContext: {capabilities: {add: [SYS_ADMIN]},"
-    " seccompProfile: {type: Unconfined}}`; see docs/where.md",
+    " seccompProfile: {type: Unconfined}}`, else, for faster resets, for one that drops MKNOD; see"
+    " docs/where.md",
 }
+OF_MOUNTS = "overlay", "privileges"
 _WEAKER = "nothing more here: see `place`"
 _OF_HOST = "ask the administrator of the host for it: "
 _MOUNTING = "overlay", "privileges", "set-id bits", "exec", "namespaces", "volumes"
@@ -40,6 +52,34 @@ def _here(settings: Settings) -> Place:
     return find_place(settings.socket.parent / "mount.sock")
 
 
+def where_it_runs(check: Callable[[Settings], Result], settings: Settings) -> Result:
+    """Make a check of mounts in namespaces as an ordinary user's daemon makes itself, if it may."""
+    own = settings.service.namespace == "auto"
+    own = own and not {"group", "admins"} & settings.access.model_fields_set  # as it decides
+    if not own or _here(settings) is not Place.NAMESPACE or may_mount():
+        return check(settings)
+    with tempfile.TemporaryDirectory(prefix="mirrord-doctor-") as scratch:
+        printed, to_print = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child has one
+            child = os.fork()
+        if child == 0:
+            try:
+                home.enter(Path(scratch))
+                os.write(to_print, json.dumps(check(settings)).encode())
+            except MirrordError as error:
+                os.write(to_print, json.dumps(("warn", error.message, error.hint or "")).encode())
+            finally:
+                os._exit(0)
+        os.close(to_print)
+        with open(printed, "rb") as file:
+            result = file.read()
+        os.waitpid(child, 0)
+        home.end(Path(scratch))
+    verdict, fact, remedy = json.loads(result)
+    return verdict, fact, remedy
+
+
 def possible(settings: Settings, name: str, remedy: str) -> str:
     """Return the remedy of a check as far as this place allows it.
 
@@ -49,7 +89,7 @@ def possible(settings: Settings, name: str, remedy: str) -> str:
     if here is Place.ROOT or not remedy:
         return remedy
     if name in _MOUNTING:
-        return _WEAKER if here in _ASK else remedy
+        return _WEAKER if here in _ASK or name not in OF_MOUNTS else remedy
     if name in _HOST:
         return f"{_OF_HOST}{remedy}"
     if name == "group" and here is Place.CONTAINER:

@@ -43,6 +43,15 @@ def checkout(made: Home, *options: str) -> dict[str, str]:
     return made_one
 
 
+def test_the_doctor_looks_where_the_daemon_mounts(at_home: Home) -> None:
+    """Outside of namespaces nothing of an ordinary user's can be mounted."""
+    done = at_home.run("-m", "mirrord", "doctor", "--json", check=False)
+    facts = {check["name"]: check["fact"] for check in json.loads(done.stdout)}
+    assert facts["place"].startswith("namespace: ")
+    assert facts["overlay"].startswith("overlay mount works"), facts["overlay"]
+    assert facts["privileges"] == f"uid {UID}, may mount"
+
+
 def test_a_first_session_has_overlays_that_only_the_home_shows(at_home: Home) -> None:
     """The plain path is never an empty directory: what is asked for by path is a tree of the pool."""
     plain = checkout(at_home)

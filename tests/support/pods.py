@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,15 +68,20 @@ class Pod:
 
 
 @contextmanager
-def pod(root: Path, *more: Path, has_landlock: bool = True) -> Iterator[Pod]:
-    """Start one that sees `more` directories of the host; without Landlock its filter refuses that too, as older engines do."""
+def pod(
+    root: Path, *more: Path, has_landlock: bool = True, drops: Sequence[str] = ()
+) -> Iterator[Pod]:
+    """Start one that sees `more` directories of the host, without the capabilities that it `drops`.
+
+    Without Landlock its filter refuses that too, as older engines do.
+    """
     profile = json.loads(_PROFILE.read_text())
     if not has_landlock:
         profile["syscalls"][0]["names"] += [f"landlock_{name}" for name in _LANDLOCK]
     (root / "seccomp.json").write_text(json.dumps(profile))
     shown = {root, Path(anyone.__file__).parents[2], *map(Path, _paths_of_python()), *more}
     volumes = [f"--volume={path}:{path}{'' if path == root else ':ro'}" for path in sorted(shown)]
-    capabilities = [f"--cap-add={name}" for name in _CAPABILITIES.split()]
+    capabilities = [f"--cap-add={name}" for name in _CAPABILITIES.split() if name not in drops]
     with podman(root / "no-plugin") as engine:
         confined = ["--cap-drop=all", *capabilities, f"--security-opt=seccomp={root}/seccomp.json"]
         command = ["sh", "-c", "echo root:x:0:0::/root:/bin/sh >/etc/passwd; exec sleep 3600"]
