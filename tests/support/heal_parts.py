@@ -19,6 +19,7 @@ from mirrord.git.command import Git
 from mirrord.heal.service import Heals
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
+from mirrord.mirrors.proofs import PROOF
 from mirrord.mirrors.repository import HISTORY, PINS
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import (
@@ -275,9 +276,9 @@ def flip(path: Path, at: float = 0.5) -> None:
 
 
 def snapshot(mirror: Path) -> dict[str, str]:
-    """Every file by its content."""
+    """Every file by its content, but for the proof that an audit's finding ends."""
     return {
         str(file.relative_to(mirror)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in mirror.rglob("*")
-        if file.is_file()
+        if file.is_file() and file.name != PROOF
     }
