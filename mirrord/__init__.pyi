@@ -185,6 +185,7 @@ from .protocol import UnpinnedCommit as UnpinnedCommit
 from .protocol import Usage as Usage
 from .protocol import UsageRow as UsageRow
 from .protocol import UsageTotal as UsageTotal
+from .protocol import Weighed as Weighed
 from .protocol import WorkerActivity as WorkerActivity
 from .sandbox.calls import Executed as Executed
 
