@@ -139,6 +139,7 @@ _STEPS = re.compile(r"[~^]")
 _INSTALL = {
     *("python", "pre_install", "packages", "pip_packages", "reqs_path", "env_yml_path", "install"),
     *("test_cmd", "log_parser", "env_vars", "eval_commands", "base_image_name"),
+    *(*SCRIPTS, "test_files"),  # as an export has them
 }
 
 
@@ -339,7 +340,7 @@ class Fields:
             value = parse_json(value)
         config = {}
         if isinstance(value, Mapping):
-            config = {key: plain(value[key]) for key in sorted(_INSTALL & value.keys())}
+            config = {key: plain(value[key]) for key in _INSTALL & value.keys()}
         elif self._find("install_config")[1] is not None:
             self.note(f"{name}: not an object, left out")
         if parser := self.text("log_parser"):
@@ -347,9 +348,10 @@ class Fields:
         for script in SCRIPTS:
             if isinstance(text := self._find(script)[1], str) and is_encodable(text):
                 config[script] = text
-        if "run_script" in config:
-            config["test_files"] = list(self.names("test_files"))
-        config = {key: member for key, member in config.items() if member}
+        if "run_script" in config and (files := self.names("test_files")):
+            config["test_files"] = list(files)
+        # sorted: a dataset's digest is of these bytes
+        config = {key: member for key, member in sorted(config.items()) if member}
         if len(json.dumps(config)) > _INSTALL_BYTES:
             self.note(f"{name}: longer than {_INSTALL_BYTES} bytes, left out")
             return None

@@ -155,7 +155,7 @@ def _read_swe_bench(folder: _Folder) -> dict[str, Any]:
     row.setdefault("instance_id", folder.path.name)
     row |= {column: folder.text(name) for column, name in _REQUIRED.items()}
     row |= folder.mapping(_TESTS, json.loads, FILE_LIMIT_BYTES)
-    row |= {column: folder.find(name) or "" for column, name in _PROSE.items()}
+    row |= {column: text for column, name in _PROSE.items() if (text := folder.find(name))}
     return {**row, "task_folder": "swe-bench-tasks"}
 
 

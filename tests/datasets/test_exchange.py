@@ -125,6 +125,24 @@ def test_an_export_is_read_as_the_same_rows(run: Callable[[Test], None], name: s
     run(test)
 
 
+def test_scripts_that_run_the_tests_are_exported(run: Callable[[Test], None]) -> None:
+    columns: list[dict[str, Any]] = [
+        {"eval_script": "#!/bin/bash\npytest\n"},
+        {
+            "run_script": "pytest $1\n", "parsing_script": "print(1)\n",
+            "selected_test_files_to_run": '["tests/test_a.py"]',
+        },
+    ]  # fmt: skip
+
+    async def test(exchange: Exchange) -> None:
+        rows = [row(n, **more) for n, more in enumerate(columns)]
+        first, second = await assert_same_again(exchange, exchange.case.read(rows))
+        assert first["install_config"] == columns[0]
+        assert second["install_config"]["test_files"] == ["tests/test_a.py"]
+
+    run(test)
+
+
 def test_a_row_at_a_branch_keeps_the_commit_that_was_found(run: Callable[[Test], None]) -> None:
     """Roles and branch are exported; compared with the original file nothing differs."""
 
