@@ -283,7 +283,7 @@ def must_not_vanish(name: MirrorName, old: Refs, offer: refs.Offer) -> None:
     )
 
 
-class Moved(NamedTuple):
+class MovedRefs(NamedTuple):
     """What a move of refs did: the differences, the target of HEAD, how many tips are kept."""
 
     changes: list[RefChange]
@@ -299,7 +299,7 @@ async def move_refs(
     *,
     why: str,
     keep: Iterable[str] = (),
-) -> Moved:
+) -> MovedRefs:
     """Move the refs that follow upstream, and HEAD, to `target`, in one transaction.
 
     Keeps the tips that they leave, and the commits of `keep`, and records the move; writes nothing
@@ -313,7 +313,7 @@ async def move_refs(
     left = [change.old for change in changes if change.kept and change.old]
     kept_refs = {f"{KEPT}{oid}": oid for oid in (*keep, *left)}
     kept = {ref.removeprefix(KEPT) for ref in (*present, *kept_refs) if ref.startswith(KEPT)}
-    moved = Moved(changes, head, len(kept))
+    moved = MovedRefs(changes, head, len(kept))
     if not changes and head in {None, now} and kept_refs.keys() <= present.keys():
         return moved
     moves: refs.Moves = {change.ref: (change.old, change.new) for change in changes}

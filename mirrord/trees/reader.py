@@ -29,7 +29,7 @@ def _refuse(_path: bytes, error: Exception) -> None:
     raise error
 
 
-class Inside(NamedTuple):
+class Look(NamedTuple):
     """The names in a directory, and whether it has neither attributes nor a lock (chattr)."""
 
     names: set[bytes]
@@ -157,14 +157,14 @@ class TreeReader:
             st = ((name, self.find_stat(inside + name)) for name in names)
             return [(name, seen) for name, seen in st if seen is not None]
 
-    def look_into(self, path: bytes) -> Inside | None:
+    def look_into(self, path: bytes) -> Look | None:
         """Return what is known only from within a directory; None where it cannot be entered."""
         try:
             directory, _ = self.locate(path + b"/" if path else b"")
         except OSError:
             return None
         is_plain = not os.listxattr(directory) and not files.is_locked(directory)
-        return Inside(set(files.names_in(directory)), is_plain)
+        return Look(set(files.names_in(directory)), is_plain)
 
     def leave(self, path: bytes) -> None:
         """Close the directories at and below `path`, which is removed next."""

@@ -22,7 +22,7 @@ from ..git.objects.trees import tree_bytes
 from ..host.files import mounted_on, open_beneath, open_child, open_top, opened, shown_path
 from ..host.processes import ActingAs, Owner, may_forge_ctimes
 from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
-from .reader import Inside, TreeReader, content_id
+from .reader import Look, TreeReader, content_id
 
 _CONTROL = b".git"
 
@@ -184,7 +184,7 @@ class _Examination:
                 self.found.modified.append(path)
 
     def _judge_directory(
-        self, path: bytes, entry: Entry, seen: os.stat_result, inside: Inside | None
+        self, path: bytes, entry: Entry, seen: os.stat_result, inside: Look | None
     ) -> None:
         """Judge a directory by its own stat and its names, not by the stat of its content."""
         if inside is None:

@@ -91,7 +91,7 @@ def test_a_warm_checkout_can_be_read_in_one_sitting(service: Service, backend: B
 def test_a_reset_with_its_worker_is_not_tossed_between_files(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same of a pool reset, with what its worker does: the first, a clean one, of a change."""
+    """The same of a pool reset, with what its worker does: of a clean tree, and of a change."""
     request = StartCheckout(instance="psf__requests-1", backend=Backend.POOL)
     held = service.call(service.checkouts.checkout, request, USER_PEER)
 
@@ -99,14 +99,16 @@ def test_a_reset_with_its_worker_is_not_tossed_between_files(
         return function(*args)
 
     monkeypatch.setattr(service.workers, "run", run_here)
-    # it reads files with a ctime that is too recent to prove anything; after two no more
-    for _ in range(2):
-        way = follow(service, service.checkouts.reset, held.id, ResetCheckout(), USER_PEER)
-        assert 130 < way.moves <= 250
+    # it reads files with a ctime that is too recent to prove anything, until a later tick of the clock
+    ways = (
+        follow(service, service.checkouts.reset, held.id, ResetCheckout(), USER_PEER)
+        for _ in range(20)
+    )
+    assert next(way for way in ways if way.moves <= 160).moves > 130
     changed = next(path for path in sorted(Path(held.path).iterdir()) if path.is_file())
     for is_dirty, bound in ((False, 160), (True, 250)):
         if is_dirty:
             changed.write_text("an agent's")
         way = follow(service, service.checkouts.reset, held.id, ResetCheckout(), USER_PEER)
-        assert 130 < way.moves <= bound, is_dirty
+        assert 130 < way.moves <= bound, (is_dirty, way.moves)
         assert way.frames <= 16

@@ -83,6 +83,14 @@ def test_a_swe_bench_task_becomes_the_row_that_its_dataset_has(tmp_path: Path) -
     assert row["problem_statement"] == "It is broken"
 
 
+def test_the_script_of_a_task_is_its_file_or_in_its_yaml(tmp_path: Path) -> None:
+    own = YAML.format(name="psf__requests-1") + "\neval_script: pytest\n"
+    folder = swe_bench(tmp_path, "psf__requests-1", task__yaml=own)
+    assert only(tmp_path)["eval_script"] == "pytest"
+    (folder / "eval.sh").write_text("pytest -q\n")
+    assert only(tmp_path)["eval_script"] == "pytest -q\n"
+
+
 def test_a_folder_of_tasks_is_read_by_the_daemon_in_order_of_names(tmp_path: Path) -> None:
     for number in (3, 1, 2):
         swe_bench(tmp_path / "repo", f"psf__requests-{number}")
