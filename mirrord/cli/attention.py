@@ -43,7 +43,7 @@ def problems_of(status: Status) -> Iterator[Attention]:
             )
     if status.checkout_count > status.checkout_max * _NEARLY_FULL:
         fact = f"{status.checkout_count:,} of at most {status.checkout_max:,} checkouts are held"
-        yield Attention("problem", fact, "mirrord top")
+        yield Attention("problem", fact, "mirrord status --watch")
     for reason in reasons:
         if reason.startswith(_WARNING):
             yield Attention("warning", reason)

@@ -21,6 +21,7 @@ import mirrord
 from ..errors import MirrordError, UsageError
 from ..jsontext import dumps
 from ..model import Backend, History, View, shown
+from ..places import find_config_path
 from ..quoting import legible
 from ..units import parse_duration
 
@@ -45,6 +46,11 @@ class Session:
     def client(self) -> mirrord.Client:
         """The client of the chosen daemon, made on first use."""
         return mirrord.Client(self.socket, config=self.config)
+
+    @property
+    def config_path(self) -> Path | None:
+        """The configuration file of --config, else the default one if it exists."""
+        return Path(self.config) if self.config else find_config_path()
 
     def close(self) -> None:
         if "client" in self.__dict__:

@@ -21,7 +21,6 @@ GROUPS = {
     "credential": "Check what upstreams are asked with.",
     "environment": "Build and manage environments that instances run in.",
     "dataset": "Import and manage datasets of instances.",
-    "instance": "Show instances.",
     "pin": "Keep commits alive that no dataset records.",
     "snapshot": "Save states of a checkout, to go back to or to fork.",
     "layer": "Save changes of a checkout for other checkouts.",
@@ -29,7 +28,6 @@ GROUPS = {
     "operation": "List, await and cancel background work of the daemon.",
     "bundle": "Write and read mirrors as single files.",
     "config": "Check, show and reload the configuration.",
-    "service": "Install and remove the systemd service.",
 }
 
 
@@ -92,10 +90,8 @@ dataset import; datasets:add; 36789; Import a dataset; mirror its repositories a
   dataset import verified.jsonl
 dataset list; datasets:list_all; 39; List all datasets.
   dataset list
-dataset show; datasets:show; 349; Show a dataset, its bad rows and its unpinned commits.
-  dataset show verified --instances
-dataset prepare; datasets:prepare; 346789; Build the templates of a dataset's instances now.
-  dataset prepare verified
+dataset show; datasets:show; 3459; Show a dataset and its problems, or one instance.
+  dataset show --instance psf__requests-2317
 dataset diff; datasets:diff; 349; Show which rows differ between two datasets.
   dataset diff verified lite
 dataset export; datasets:export; 349; Print the rows as canonical JSON lines.
@@ -106,8 +102,6 @@ dataset derive; derive:derive; 36789; Compute missing columns of a dataset's row
   dataset derive pulls.jsonl --output rows.jsonl
 dataset formats; datasets:formats; 39; List the dataset formats.
   dataset formats
-instance show; datasets:show_instance; 3459; Show one instance.
-  instance show psf__requests-2317
 mirror add; mirrors:add; 35679; Add mirrors and sync them.
   mirror add psf/requests pallets/flask
 mirror list; mirrors:list_all; 39; List all mirrors.
@@ -151,13 +145,11 @@ bundle create; mirrors:create_bundle; 34789; Write a mirror, its pins and its re
 bundle import; mirrors:import_bundle; 345789; Create a mirror from a bundle, or merge it into one.
   bundle import requests.bundle
 # Operate
-serve; status:serve; 357; Run the daemon, in the foreground or detached.
+serve; status:serve; 357; Run the daemon, or install it as a systemd service.
   serve --config config.toml
-status; status:status; 39; Show the state of the daemon, and what needs attention.
+status; status:status; 389; Show the daemon's state and problems, or its work, live.
   status --problems
-top; top:top; 39; Show requests, workers and operations of the daemon, live.
-  top
-doctor; local:doctor; 7; Check what this host can and cannot do for mirrord.
+doctor; local:doctor; 57; Check what this host can and cannot do for mirrord.
   doctor
 audit; upkeep:audit; 34789; Check that every recorded commit can be served.
   audit --dataset verified
@@ -183,10 +175,6 @@ config show; local:config_show; ; Print the configuration in effect, defaults in
   config show
 config reload; status:reload; 39; Reload the daemon's configuration.
   config reload
-service install; local:install; 2357; Install units, users and directories, and start the daemon.
-  service install --user
-service uninstall; local:uninstall; 237; Stop the daemon and remove its units.
-  service uninstall --dry-run
 credential check; mirrors:check_credential; 369; Try the credential of a URL on its upstream.
   credential check https://git.example.com/team/project.git
 # Rare
@@ -198,8 +186,6 @@ receipt; receipts:receipt; 345789; Print or verify the receipt of a checkout.
   receipt . --sign ~/.ssh/id_ed25519
 verify-seal; local:verify_seal; 3478; Prove that a repository has nothing newer than a commit.
   verify-seal . --base 22623bd8c265b78b161542663ee980738441c307
-support-bundle; support:support_bundle; 57; Write diagnostics for a bug report into one file.
-  support-bundle report.tar.gz
 completion; local:completion; ; Print a script that lets a shell complete words.
   completion bash > ~/.local/share/bash-completion/completions/mirrord
 """

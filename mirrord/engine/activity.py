@@ -1,8 +1,8 @@
 """The daemon's request counts, its health, and its activity as one report.
 
-`activity`, `mirrord top` and the page show the report, `health` and `status` the health, metrics
-the counts. All of it is in memory; the disk is measured with each sample. Belongs to the event
-loop's thread, so counting a request takes no lock.
+`activity`, `mirrord status --watch` and the page show the report, `health` and `status` the health,
+metrics the counts. All of it is in memory; the disk is measured with each sample. Belongs to the
+event loop's thread, so counting a request takes no lock.
 """
 
 import os

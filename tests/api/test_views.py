@@ -545,7 +545,7 @@ def test_agents_see_no_more_of_the_past_than_a_dataset_allows(world: World, data
 def test_a_support_bundle_tells_nothing(world: World, tmp_path: Path) -> None:
     """Even if root makes it on a daemon that was asked everything."""
     file = tmp_path / "bundle.tar.gz"
-    assert run(["support-bundle", str(file), "--config", str(world.daemon.config)]) == 0
+    assert run(["doctor", "--report", str(file), "--config", str(world.daemon.config)]) == 0
     assert file.stat().st_mode & 0o777 == 0o600
     with tarfile.open(file) as archive:
         parts = {each.name: archive.extractfile(each).read() for each in archive}  # type: ignore[union-attr]

@@ -129,7 +129,7 @@ def test_a_daemon_shows_no_password(secretive: str, tmp_path: Path) -> None:
         paths = ("/v1/status", "/v1/config", "/v1/health", "/v1/activity")
         shown = b"".join(one.get(path)[2] for path in paths)
         bundle = tmp_path / "bundle.tar.gz"
-        command = [sys.executable, "-m", "mirrord", "support-bundle", str(bundle)]
+        command = [sys.executable, "-m", "mirrord", "doctor", "--report", str(bundle)]
         places = ["--config", str(one.config), "--socket", str(one.socket)]
         subprocess.run([*command, *places], check=True, capture_output=True, cwd=tmp_path)
         unpack = ["tar", "-xzOf", str(bundle)]

@@ -93,18 +93,3 @@ def test_problems_alone(running: Daemon) -> None:
     assert _mirrord(running).startswith("warning: the previous settings stay")
     (problem,) = json.loads(_mirrord(running, "--problems", "--json"))
     assert problem["kind"] == "warning"
-
-
-def test_watching_prints_it_again(running: Daemon) -> None:
-    """Until it is interrupted; in a pipe without control characters."""
-    command = [sys.executable, "-m", "mirrord", "--socket", str(running.socket), "status"]
-    with subprocess.Popen([*command, "--watch"], stdout=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
-        seen = 0
-        while seen < 2:
-            line = watching.stdout.readline()
-            assert line
-            assert "\x1b" not in line
-            seen += line.startswith("daemon ")
-        watching.terminate()
-    assert subprocess.run([*command, "--watch", "--json"], capture_output=True).returncode == 2

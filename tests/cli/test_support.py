@@ -37,7 +37,7 @@ def test_without_a_daemon_it_says_what_could_not_be_had(
         f'[[mirror]]\nrepo = "o/r"\nurl = "https://{word("user")}@forge/x"\n'
     )
     file = tmp_path / "bundle.tar.gz"
-    words = ["support-bundle", str(file), "--config", str(config), "--json"]
+    words = ["doctor", "--report", str(file), "--config", str(config), "--json"]
     assert run(words) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["path"] == str(file)
@@ -52,7 +52,7 @@ def test_without_a_daemon_it_says_what_could_not_be_had(
     assert secrets.found_in(content) == set()
     assert b"https://forge/" in content
     assert run(words) == 5
-    assert run(["support-bundle", str(tmp_path / "absent" / "x"), "--config", str(config)]) == 2
+    assert run(["doctor", "--report", str(tmp_path / "absent" / "x"), "--config", str(config)]) == 2
 
 
 def test_a_commit_has_another_name_the_same_one_throughout() -> None:

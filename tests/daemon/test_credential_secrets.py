@@ -112,9 +112,9 @@ def test_secrets_are_shown_and_stored_nowhere(
         ):
             run(["--config", str(running.config), *words.split(), "--json"])
             said.append("".join(capsys.readouterr()))
-        for kind in ("bundle create a/first", "support-bundle"):
+        for kind in ("bundle create a/first", "doctor --report"):
             verb(*kind.split(), str(tmp_path / f"{kind.split()[0]}.out"))
-        said.append(_unpacked(tmp_path / "support-bundle.out"))
+        said.append(_unpacked(tmp_path / "doctor.out"))
         said.append((tmp_path / "bundle.out").read_bytes().decode("latin-1"))
         with urllib.request.urlopen(f"http://{listen}/mirrors") as page:
             said.append(page.read().decode())

@@ -142,7 +142,7 @@ def a_support_bundle_is_written(at: Scene) -> str:
     """And tells nothing of other people's checkouts."""
     with tempfile.TemporaryDirectory(prefix="redteam-") as place:
         file = Path(place, "bundle.tar.gz")
-        words = [at.mirrord, "--socket", str(at.socket), "support-bundle", str(file)]
+        words = [at.mirrord, "--socket", str(at.socket), "doctor", "--report", str(file)]
         environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/tmp", "LC_ALL": "C.UTF-8"}
         done = subprocess.run(words, env=environment, capture_output=True, timeout=35)
         if done.returncode:

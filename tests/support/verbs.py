@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ARGUMENTS = {
-    "top": ["--once"],
     "mirror add": ["a/b"],
     "mirror show": ["a/b"],
     "mirror remove": ["a/b"],
@@ -12,10 +11,8 @@ ARGUMENTS = {
     "dataset import": [__file__],
     "dataset derive": [__file__],
     "dataset show": ["d"],
-    "dataset prepare": ["d"],
     "dataset diff": ["d", "e"],
     "dataset export": ["d"],
-    "instance show": ["i"],
     "dataset remove": ["d"],
     "environment build": ["i"],
     "environment import": [__file__],
@@ -46,20 +43,15 @@ ARGUMENTS = {
     "bundle create": ["a/b", "/tmp/bundle"],
     "bundle import": [__file__],
     "completion": ["bash"],
-    **{f"service {verb}": ["--dry-run"] for verb in ("install", "uninstall")},
     **{f"operation {verb}": ["id"] for verb in ("show", "wait", "cancel")},
 }
 
 
 NEEDS_NO_DAEMON = {
-    *(
-        "serve",
-        "verify-seal",
-        "doctor",
-        "support-bundle",
-        "config check",
-        "config show",
-        "completion",
-    ),
-    *("service install", "service uninstall"),
+    "serve",
+    "verify-seal",
+    "doctor",
+    "config check",
+    "config show",
+    "completion",
 }

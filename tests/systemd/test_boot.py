@@ -559,7 +559,7 @@ def test_the_doctor_and_a_support_bundle_know_the_units(host: Host) -> None:
     assert (checks["systemd"]["verdict"], checks["drop-ins"]["verdict"]) == ("ok", "ok")
     assert "enabled" in checks["systemd"]["fact"]
     assert [name for name, check in checks.items() if check["verdict"] == "fail"] == []
-    host.mirrord("support-bundle", "/run/bundle.tar.gz", user=None)
+    host.mirrord("doctor", "--report", "/run/bundle.tar.gz", user=None)
     journal = host.shell("tar xzOf /run/bundle.tar.gz mirrord-support/journal.jsonl", None)
     lines = [json.loads(line) for line in journal.splitlines()]
     events = {line["message"]["event"] for line in lines if isinstance(line["message"], dict)}

@@ -18,7 +18,6 @@ from ...protocol import (
     DatasetSummary,
     Instance,
     InstanceName,
-    Prewarmed,
     UnpinnedCommit,
 )
 from ..output import count, facts, facts_of, listing, short
@@ -37,7 +36,7 @@ FormatOption = Annotated[str | None, Option(_FORMAT_HELP, "FORMAT", "--format")]
 _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
 _MAPPING_HELP = "TOML file that maps columns to fields, instead of a format."
 MappingOption = Annotated[Path | None, Option(_MAPPING_HELP, "FILE")]
-_SHOW_VIEW_HELP = "For an agent or for a grader; default: grader if you may, agent with --json."
+_SHOW_VIEW_HELP = "Of an instance; default: grader if you may, agent with --json."
 # a table for a terminal; --json has all of them
 _SHOWN_IDS = 10
 _SHOWN_MIRRORS = 20
@@ -150,27 +149,6 @@ def _warnings(imported: DatasetImported) -> Iterator[str]:
         yield f"{mirror}: cannot pin {commits_text} of {instances}{only}: {reason}"
 
 
-def prepare(
-    session: Session,
-    name: Name,
-    instances: Annotated[
-        list[str], Argument("Instances to prepare; default: all.", "[INSTANCE]...")
-    ] = [],  # noqa: B006
-    no_wait: NoWait = False,
-) -> None:
-    """The next checkout of each instance is then warm. Nothing in use is evicted, so there may be
-    no room for all (status 7). Status 8 if a base commit cannot be served. Ctrl-C ends the wait,
-    not the operation.
-    """
-    operation = session.client.prepare_dataset(name, *instances)
-    exit_as(conclude(session, operation, no_wait, Prewarmed, _prepare_lines))
-
-
-def _prepare_lines(prewarmed: Prewarmed) -> Iterator[str]:
-    prepared = count(prewarmed.prepared, "commit")
-    yield f"{prepared} prepared, {prewarmed.failed} failed, {prewarmed.left} left"
-
-
 def list_all(session: Session) -> None:
     datasets = session.client.list_datasets()
     counts = "READY COMMITS=commit_count MIRRORS=mirrors:count"
@@ -181,15 +159,29 @@ def list_all(session: Session) -> None:
 
 def show(
     session: Session,
-    name: Name,
-    instances: Annotated[bool, Option("Include the ids of its instances.")] = False,
+    name: Annotated[str | None, Argument("Name of the dataset.", "[NAME]", "dataset")] = None,
+    every: Annotated[bool, Option("Include the ids of all its instances.", flags="--all")] = False,
+    instance: Annotated[
+        str | None, Option("Show this instance, of the dataset or of any.", "ID", names="instance")
+    ] = None,
+    view: Annotated[View | None, Option(_SHOW_VIEW_HELP)] = None,
 ) -> None:
-    """Datasets with the same rows have the same digest, from whatever files."""
+    """Shows bad rows, unpinned commits, and what is not ready, with reasons. Datasets with the same
+    rows have the same digest, from whatever files.
+
+    The grader view of an instance has commits, patches and tests; --json prints patches and lists
+    of tests.
+    """
+    if instance:
+        row = _find_shown(session, instance, name, view)
+        session.answer(row, facts(_instance_facts(row)))
+        return
+    if name is None or view:
+        hint = "give NAME, --instance ID, or both; --view is of an instance"
+        raise UsageError("cannot tell what to show", hint=hint)
     dataset = session.client.get_dataset(name)
-    ids = session.client.list_instances(name) if instances else []
-    answer = dataset.to_json() | (
-        {"instances": [instance.id for instance in ids]} if instances else {}
-    )
+    ids = session.client.list_instances(name) if every else []
+    answer = dataset.to_json() | ({"instances": [row.id for row in ids]} if every else {})
     session.answer(answer, _dataset_lines(dataset, ids))
 
 
@@ -273,19 +265,6 @@ def export(session: Session, name: Name) -> None:
     for piece in session.client.export_dataset(name):
         sys.stdout.buffer.write(piece)
     sys.stdout.buffer.flush()
-
-
-def show_instance(
-    session: Session,
-    instance: Annotated[str, Argument("Id of the instance.", "INSTANCE", "instance")],
-    dataset: Annotated[
-        str | None, Option("Dataset of the instance, where several record its id.", "NAME")
-    ] = None,
-    view: Annotated[View | None, Option(_SHOW_VIEW_HELP)] = None,
-) -> None:
-    """The grader view has commits, patches and tests; --json prints patches and lists of tests."""
-    row = _find_shown(session, instance, dataset, view)
-    session.answer(row, facts(_instance_facts(row)))
 
 
 def _find_shown(

@@ -1,4 +1,4 @@
-"""Verbs that need no daemon: `config …`, `doctor`, `service …`, `verify-seal`."""
+"""What needs no daemon: `config …`, `doctor`, `verify-seal`, `completion`, the systemd service."""
 
 import json
 import os
@@ -14,10 +14,9 @@ from typing import Annotated, Any
 import click
 from click.shell_completion import get_completion_class
 
-from ... import config, errors, places
+from ... import config, errors
 from ...config import Settings
 from ...doctor import Check, examine, installer, user_service
-from ...doctor.checks import HostStep
 from ...doctor.repairs import Repaired, repair
 from ...model import History, MirrorName, parse_commit
 from ...places import Layout
@@ -36,7 +35,7 @@ _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
 def _log_path(session: Session) -> Path:
-    return Layout(config.load(find_config(session)).state_dir).root / "daemon.log"
+    return Layout(config.load(session.config_path).state_dir).root / "daemon.log"
 
 
 def detach(session: Session) -> bool:
@@ -95,7 +94,7 @@ def config_check(
     ] = None,
 ) -> None:
     """Reports all faults at once, each with its key and line."""
-    path = file or find_config(session)
+    path = file or session.config_path
     settings = config.load(path)
     text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
     session.answer(_without_secrets(settings), [text])
@@ -118,16 +117,11 @@ def config_show(session: Session) -> None:
         values = running.settings
         source = f"in effect; read from {running.path or 'no file: the defaults'}"
     else:
-        path = find_config(session)
+        path = session.config_path
         values = _without_secrets(config.load(path))
         source = f"{reason}; read from {path or 'no file: the defaults'}"
     session.answer(values, _toml(values))
     session.note(source)
-
-
-def find_config(session: Session) -> Path | None:
-    """Return the configuration file of --config, else the default one if it exists."""
-    return Path(session.config) if session.config else places.find_config_path()
 
 
 def _without_secrets(settings: Settings) -> dict[str, Any]:
@@ -155,11 +149,26 @@ def doctor(
     *,
     fix: Annotated[bool, Option("Repair what needs no decision, then check again.")] = False,
     dry_run: Annotated[bool, Option("With --fix: print the repairs, and change nothing.")] = False,
+    report: Annotated[
+        Path | None, Option("Write diagnostics for a bug report into this tar.gz.", "FILE")
+    ] = None,
 ) -> None:
-    """Needs no daemon, and changes nothing without --fix. Status 7 if a check or a repair fails."""
+    """Needs no daemon, and changes nothing without --fix. Status 7 if a check or a repair fails.
+
+    A --report has the checks, settings, status, activity, events, operations, metrics, the journal
+    of the units, mounts and sizes, but no patches, rows, commit ids, contents, passwords or tokens.
+    Missing parts are listed, for example without a daemon. The file has mode 0600.
+    """
     if dry_run and not fix:
         raise errors.UsageError("cannot use --dry-run without --fix")
-    path = find_config(session)
+    if report:
+        from ..support import write_report  # noqa: PLC0415 - checks need none of it
+
+        if fix:
+            raise errors.UsageError("cannot use --fix with --report")
+        write_report(session, report)
+        return
+    path = session.config_path
     settings = config.load(path)
     repaired = repair(settings, path, dry_run=dry_run) if fix else []
     checks = examine(settings, path)
@@ -271,7 +280,7 @@ def _mirror_of(path: Path) -> Path | None:
 def _mirror_path(session: Session, named: str) -> Path:
     if Path(named).is_dir():
         return Path(named).absolute()
-    mirrors = config.load(find_config(session)).state_dir / "mirrors"
+    mirrors = config.load(session.config_path).state_dir / "mirrors"
     key = MirrorName.parse(named).key
     hint = "give the path of a repository"
     try:
@@ -295,44 +304,19 @@ def _seal_lines(report: SealReport) -> Iterator[str]:
 
 # -- the systemd service ---------------------------------------------------------------------------
 
-DryRun = Annotated[bool, Option("Print the steps, and change nothing.")]
 
-
-OfUser = Annotated[bool, Option("One unit of this user's systemd, without root.")]
-
-
-def install(session: Session, *, user: OfUser = False, dry_run: DryRun = False) -> None:
-    """The units start the Python environment that this mirrord is installed in. A missing
-    configuration is written too. Run it again after an upgrade: it writes the units of the new
-    version and restarts the services. With --user it is an ordinary user's daemon.
-    """
-    if user:
-        if not dry_run:
-            user_service.refuse_user()
-        _perform(session, user_service.plan_install(Path(sys.prefix)), dry_run=dry_run)
-        session.note(user_service.linger_hint())
-        return
+def change_service(session: Session, *, is_wanted: bool, of_user: bool, dry_run: bool) -> None:
+    """Install or remove the service of this host, or of this user."""
     if not dry_run:
-        installer.refuse_host()
-    _perform(session, installer.plan_install(Path(sys.prefix)), dry_run=dry_run)
-
-
-def uninstall(session: Session, *, user: OfUser = False, dry_run: DryRun = False) -> None:
-    """Keeps configuration, state directory and Python environment, and prints where they are."""
-    if user:
-        if not dry_run:
-            user_service.refuse_user()
-        _perform(session, user_service.plan_uninstall(), dry_run=dry_run)
-        return
-    if not dry_run:
-        installer.refuse_host()
-    _perform(session, installer.plan_uninstall(Path(sys.prefix)), dry_run=dry_run)
-    kept = [str(path) for path in (installer.CONFIG, installer.STATE) if path.exists()]
-    if kept:
-        session.note(f"kept: {', '.join(kept)}")
-
-
-def _perform(session: Session, steps: list[HostStep], *, dry_run: bool) -> None:
+        (user_service.refuse_user if of_user else installer.refuse_host)()
+    environment = Path(sys.prefix)
+    if of_user:
+        steps = (
+            user_service.plan_install(environment) if is_wanted else user_service.plan_uninstall()
+        )
+    else:
+        plan = installer.plan_install if is_wanted else installer.plan_uninstall
+        steps = plan(environment)
     for step in steps:
         if not session.json:
             print_line(step.what)
@@ -340,6 +324,11 @@ def _perform(session: Session, steps: list[HostStep], *, dry_run: bool) -> None:
             step.act()
     if session.json:
         session.print_json({"steps": [step.what for step in steps]})
+    if of_user and is_wanted:
+        session.note(user_service.linger_hint())
+    kept = [str(path) for path in (installer.CONFIG, installer.STATE) if path.exists()]
+    if kept and not (of_user or is_wanted):
+        session.note(f"kept: {', '.join(kept)}")
 
 
 class Shell(StrEnum):

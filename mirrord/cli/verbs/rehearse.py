@@ -14,12 +14,23 @@ from ...quoting import legible
 from ...runs.rehearsals import Results
 from .. import running
 from ..output import cell, count, listing, size, table
-from ..session import Argument, Option, OwnerOption, Session, read_duration, read_jobs, read_owner
+from ..session import (
+    Argument,
+    NoWait,
+    Option,
+    OwnerOption,
+    Session,
+    read_duration,
+    read_jobs,
+    read_owner,
+)
+from ..waiting import conclude, exit_as
 
 _REPORT_HELP = "Write the results as a page (.html); repeatable."
 _RUN_HELP = "Run the tests in the environment, before and after the gold patch."
 _LOGS_HELP = "Directory for the logs of tests (with --run); default: beside the report."
 _TIMES_HELP = "Run the tests so many times, and name those that differ (with --run)."
+_PREPARE_HELP = "Only build the templates of the dataset's instances, or of these."
 _RESUME_HELP = "Write each result to this file, and skip instances whose result still holds."
 
 
@@ -37,6 +48,8 @@ def rehearse(
     timeout: Annotated[str, Option("Limit of a run of the tests.", "DURATION")] = "30m",
     times: Annotated[str, Option(_TIMES_HELP, "N")] = "1",
     owner: OwnerOption = None,
+    prepare: Annotated[bool, Option(_PREPARE_HELP)] = False,
+    no_wait: NoWait = False,
 ) -> None:
     """Each instance is checked out and compared with its base commit, its seal is verified, its
     test patch and gold patch are applied and reversed, and it is reset. Recorded commits are
@@ -44,7 +57,16 @@ def rehearse(
 
     Status 8 if an instance fails. An instance is "ready, but" if it works and another commit of its
     row cannot be served. Ctrl-C releases all checkouts and leaves a report of finished instances.
+
+    With --prepare nothing is tested: the daemon builds the templates, so that the next checkouts
+    are warm. Nothing in use is evicted, so there may be no room for all (status 7). Status 8 if a
+    base commit cannot be served. Ctrl-C ends the wait, not the operation.
     """
+    if prepare:
+        _prepare(session, dataset, instances or [], no_wait)
+        return
+    if no_wait:
+        raise UsageError("cannot use --no-wait without --prepare")
     parallel = read_jobs(jobs)
     tests: dict[str, Any] = {"run": run, "test_timeout": read_duration(timeout, "--timeout")}
     tests |= {"owner": read_owner(owner), "times": read_jobs(times, "--times")}
@@ -62,6 +84,18 @@ def rehearse(
     session.answer(results.answer(), _lines(results))
     if status := results.exit_status:
         raise SystemExit(status)
+
+
+def _prepare(session: Session, dataset: str | None, instances: list[str], no_wait: bool) -> None:
+    if dataset is None:
+        raise UsageError("cannot prepare instances: no dataset is named", hint="add --dataset NAME")
+    operation = session.client.prepare_dataset(dataset, *instances)
+    exit_as(conclude(session, operation, no_wait, protocol.Prewarmed, _prepare_lines))
+
+
+def _prepare_lines(prewarmed: protocol.Prewarmed) -> Iterator[str]:
+    prepared = count(prewarmed.prepared, "commit")
+    yield f"{prepared} prepared, {prewarmed.failed} failed, {prewarmed.left} left"
 
 
 def _log_directory(logs: Path | None, files: list[Path]) -> Path | None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from itertools import islice
 from typing import Annotated
 
-from ...errors import IntegrityError, NoDaemonError, ResourceError, UsageError
+from ...errors import IntegrityError, NoDaemonError, UsageError
 from ...protocol import Event, FleetStatus, Mirror, Operation, Status
 from ...units import when
 from ..attention import Attention, attention_lines, problems_of
@@ -21,8 +21,6 @@ from .datasets import readiness_of
 
 # while a daemon starts; nothing tells that its socket will exist
 _POLL_S = 0.1
-# one request each; the daemon counts anew every five seconds
-_WATCH_S = 2.0
 _ROWS_SHOWN = 10  # without --all, longer tables show only rows with problems
 
 
@@ -38,34 +36,30 @@ def status(
     check: Annotated[
         bool, Option("Status 8 if anything needs attention; warnings do not count.")
     ] = False,
-    watch: Annotated[bool, Option("Repeat every two seconds.")] = False,
+    watch: Annotated[bool, Option("Show requests, workers and operations, live.")] = False,
+    interval: Annotated[
+        str, Option("With --watch: time between updates, such as 500ms.", "DURATION")
+    ] = "2s",
 ) -> None:
     """Prints first what needs attention, each with a command to start with. Of jobs, and of more
     than ten mirrors or datasets, it shows those with a problem.
+
+    With --watch rates and times are of the last minute, and q or Ctrl-C quits. Without a terminal
+    it prints every update, with --json as one object per line. Users see their own checkouts, calls
+    and operations, and the totals; administrators see all.
     """
-    if watch and check:
-        raise UsageError("cannot use --watch with --check: a status ends the verb")
-    if watch and session.json:
-        raise UsageError(
-            "cannot use --watch with --json: an answer has many lines",
-            hint="`mirrord top --json` prints one object per line",
-        )
-    session.is_paged = not watch
+    if watch and (check or every or problems):
+        raise UsageError("cannot use --watch with --all, --problems or --check")
+    pause = read_duration(interval, "--interval")
     current = _wait_for_status(session, wait)
-    while True:
-        _print_status(session, current, every=every, problems=problems)
-        if check and any(problem.kind != "warning" for problem in problems_of(current)):
-            raise SystemExit(IntegrityError.exit_status)
-        if not watch:
-            return
-        time.sleep(_WATCH_S)
-        try:
-            current = session.client.status()
-        except (NoDaemonError, ResourceError) as error:
-            session.note(f"mirrord: {error.message}")
-            continue
-        # the cursor to the top left, then the screen erased (ECMA-48)
-        print_line("\x1b[H\x1b[2J" if sys.stdout.isatty() else "")
+    if watch:
+        from .. import activity  # noqa: PLC0415 - other answers need no terminal
+
+        activity.watch(session, pause or timedelta())
+        return
+    _print_status(session, current, every=every, problems=problems)
+    if check and any(problem.kind != "warning" for problem in problems_of(current)):
+        raise SystemExit(IntegrityError.exit_status)
 
 
 def _wait_for_status(session: Session, wait: str | None) -> Status:
@@ -218,12 +212,34 @@ def serve(
     detach: Annotated[
         bool, Option("Run in the background, and return when it serves; logs to state_dir.")
     ] = False,
+    install: Annotated[
+        bool, Option("Install systemd units, users and directories, and start the daemon.")
+    ] = False,
+    uninstall: Annotated[bool, Option("Stop the service and remove its units.")] = False,
+    user: Annotated[
+        bool, Option("With --install or --uninstall: of this user's systemd, without root.")
+    ] = False,
+    dry_run: Annotated[
+        bool, Option("With --install or --uninstall: print the steps, and change nothing.")
+    ] = False,
 ) -> None:
-    """Stops on SIGTERM and SIGINT; reloads its configuration on SIGHUP.
+    """Stops on SIGTERM and SIGINT; reloads its configuration on SIGHUP. `--detach` prints the
+    process to stop, the socket and the log.
 
-    `--detach` prints the process to stop, the socket and the log. Services are better kept by
-    systemd: `mirrord service install`.
+    Installed units start the Python environment that this mirrord is installed in. A missing
+    configuration is written too. Install again after an upgrade: that writes the units of the new
+    version and restarts the services. --uninstall keeps configuration, state directory and Python
+    environment, and prints where they are.
     """
+    if detach + install + uninstall > 1:
+        raise UsageError("cannot use more than one of --detach, --install and --uninstall")
+    if (user or dry_run) and not (install or uninstall):
+        raise UsageError("cannot use --user or --dry-run without --install or --uninstall")
+    if install or uninstall:
+        from . import local  # noqa: PLC0415 - a daemon needs no installer
+
+        local.change_service(session, is_wanted=install, of_user=user, dry_run=dry_run)
+        return
     if detach:
         from . import local  # noqa: PLC0415 - it reads the configuration, as the daemon will
 

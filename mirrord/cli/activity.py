@@ -1,4 +1,4 @@
-"""`mirrord top`: show the daemon's activity, through its restarts."""
+"""`mirrord status --watch`: show the daemon's activity, through its restarts."""
 
 import importlib
 import pwd
@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 import mirrord
 
-from ...errors import MirrordError, NoDaemonError, ResourceError
-from ...protocol import Activity, EndpointActivity
-from ..output import ago, cell, count, seconds, size, table
-from ..session import Option, Session, as_json, print_line, read_duration
-from ..waiting import amount
+from ..errors import MirrordError, NoDaemonError, ResourceError
+from ..protocol import Activity, EndpointActivity
+from .output import ago, cell, count, seconds, size, table
+from .session import Session, as_json, print_line
+from .waiting import amount
 
 Line = tuple[str, str]
 """A line and its style in rich."""
@@ -29,22 +29,9 @@ _BOLD, _RED = "bold", "red"
 _INTERVAL_MIN = timedelta(milliseconds=100)
 
 
-def top(
-    session: Session,
-    interval: Annotated[
-        str, Option("Time between updates, such as 500ms or 5s.", "DURATION")
-    ] = "2s",
-    once: Annotated[bool, Option("Print the activity once.")] = False,
-) -> None:
-    """Rates and times are of the last minute. q or Ctrl-C quits.
-
-    Without a terminal it prints every update, with --json as one object per line. Users see their
-    own checkouts, calls and operations, and the totals; administrators see all.
-    """
-    pause = max(read_duration(interval, "--interval") or _INTERVAL_MIN, _INTERVAL_MIN)
-    if once:
-        _print(session, session.client.activity())
-        return
+def watch(session: Session, interval: timedelta) -> None:
+    """Show the activity on a terminal until the user quits; print each update elsewhere."""
+    pause = max(interval, _INTERVAL_MIN)
     # show a restart instead of waiting for it
     with mirrord.Client(
         session.socket, config=session.config, timeout=timedelta(seconds=10), patience=timedelta()

@@ -1,4 +1,4 @@
-"""`mirrord top`: on a terminal, in a pipe, and over a restart of the daemon."""
+"""`mirrord status --watch`: on a terminal, in a pipe, and over a restart of the daemon."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from daemons import Daemon, daemon
 from waiting import until
 
 from mirrord import Client, protocol
+from mirrord.cli.activity import render
 from mirrord.cli.output import ago
-from mirrord.cli.verbs.top import render
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -32,7 +32,16 @@ def running() -> Iterator[Daemon]:
 
 
 def command(running: Daemon, *words: str) -> list[str]:
-    return [sys.executable, "-m", "mirrord", "top", "--socket", str(running.socket), *words]
+    return [
+        sys.executable,
+        "-m",
+        "mirrord",
+        "status",
+        "--watch",
+        "--socket",
+        str(running.socket),
+        *words,
+    ]
 
 
 def _endpoint(name: str, requests: int) -> protocol.EndpointActivity:
@@ -89,26 +98,31 @@ def test_a_long_time_has_two_units(seconds: float, shown: str) -> None:
 
 def test_a_pipe_gets_text_or_an_object_a_line(running: Daemon) -> None:
     """Without control characters; one after the other."""
-    done = subprocess.run(command(running, "--once"), capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("mirrord ")
-    assert "\x1b" not in done.stdout
-    with subprocess.Popen(
-        command(running, "--json", "--interval", "100ms"), stdout=subprocess.PIPE, text=True
-    ) as top:
-        assert top.stdout is not None
-        found = [protocol.Activity.from_json(json.loads(top.stdout.readline())) for _ in range(2)]
-        top.send_signal(signal.SIGINT)
-    assert found[0].at < found[1].at
-    assert top.returncode == 128 + signal.SIGINT
+    lines = []
+    for words in ([], ["--json"]):
+        watching = command(running, *words, "--interval", "100ms")
+        with subprocess.Popen(watching, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines += [process.stdout.readline() for _ in range(2)]
+            process.send_signal(signal.SIGINT)
+        assert process.returncode == 128 + signal.SIGINT
+    assert lines[0].startswith("mirrord ")
+    assert "\x1b" not in "".join(lines[:2])
+    first, second = (protocol.Activity.from_json(json.loads(line)) for line in lines[2:])
+    assert first.at < second.at
 
 
 def test_no_daemon_and_wrong_words_are_told_at_once(running: Daemon) -> None:
-    for words, status in ((["--socket", "/nonexistent/s"], 9), (["--interval", "soon"], 2)):
+    for words, status in (
+        (["--socket", "/nonexistent/s"], 9),
+        (["--interval", "soon"], 2),
+        (["--all"], 2),
+    ):
         assert subprocess.run(command(running, *words), capture_output=True).returncode == status
 
 
 class Terminal:
-    """`mirrord top` on a terminal of 80 by 24."""
+    """`mirrord status --watch` on a terminal of 80 by 24."""
 
     def __init__(self, words: list[str]) -> None:
         self.screen = b""

@@ -1,4 +1,4 @@
-"""`mirrord support-bundle`: diagnostics for a bug report, without anything of a task."""
+"""`mirrord doctor --report`: diagnostics for a bug report, without anything of a task."""
 
 import io
 import json
@@ -8,43 +8,31 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from ... import __version__, config, errors
-from ...client.primitives_sync import whole_file
-from ...config import Settings
-from ...doctor import examine
-from ...doctor.support import Scrubber, find_places, find_versions, read_journal
-from ...errors import full_disk_named
-from ...telemetry import masked
-from ..session import Argument, Session
-from .local import find_config
+from .. import __version__, config, errors
+from ..client.primitives_sync import whole_file
+from ..config import Settings
+from ..doctor import examine
+from ..doctor.support import Scrubber, find_places, find_versions, read_journal
+from ..errors import full_disk_named
+from ..telemetry import masked
+from .session import Session
 
 # A report is attached to an issue: it has the newest of each.
 _EVENTS_MAX = 1000
 _OPERATIONS_MAX = 200
 _README = """\
-Made by `mirrord support-bundle` {version} at {at}. manifest.json lists the parts, and why parts are
-missing. Left out: patches, rows, ids of instances, results of operations, contents of files and
+Made by `mirrord doctor --report` {version} at {at}. manifest.json lists the parts, and why parts
+are missing. Left out: patches, rows, ids of instances, results of operations, contents of files and
 checkouts, credentials, and everything in a URL but its host. Commit ids are replaced by pseudonyms,
 consistently. Read it before you send it.
 """
 
 
-def support_bundle(
-    session: Session,
-    file: Annotated[
-        Path | None, Argument("File to write; default: mirrord-support-TIME.tar.gz.", "[FILE]")
-    ] = None,
-) -> None:
-    """Works without a daemon and as any user; missing parts are listed. The file has mode 0600.
-
-    It has the report of the doctor, settings, status, activity, events, operations, metrics, the
-    journal of the units, mounts and sizes, but no patches, rows, commit ids, contents, passwords or
-    tokens.
-    """
+def write_report(session: Session, path: Path) -> None:
+    """Write what can be had, without a daemon and as any user; missing parts are listed."""
     made_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    path = file or Path(f"mirrord-support-{made_at.replace(':', '').replace('-', '')}.tar.gz")
     parts, missing = {}, {}
     for name, collect in _parts(session).items():
         try:
@@ -83,10 +71,10 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
         return _lines([scrub.operation(operation.to_json()) for operation in listed])
 
     def settings() -> Settings:
-        return config.load(find_config(session))
+        return config.load(session.config_path)
 
     def doctor() -> str:
-        checks = examine(settings(), find_config(session))
+        checks = examine(settings(), session.config_path)
         return _text([scrub.value(check._asdict()) for check in checks])
 
     def configuration() -> str:
