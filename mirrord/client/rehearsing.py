@@ -180,6 +180,8 @@ def command_of(recipe: protocol.Recipe, row: protocol.Instance) -> str:
     runners of Python take files.
     """
     is_scripted = testlogs.is_scripted(recipe.test_command)
+    if is_scripted and testlogs.tells_status(recipe.test_command):
+        return recipe.test_command  # a parsing_script reads its two streams
     if is_scripted or not testlogs.takes_files(recipe.log_parser):
         return f"exec 2>&1\n{recipe.test_command}"
     arguments = testlogs.arguments_of(row.test_patch or "", row.repo)

@@ -11,6 +11,7 @@ from .. import errors
 from ..catalog import Catalog, Composition, InstanceRow
 from ..model import CommitId, CommitRole, History, MirrorName, shown
 from ..protocol import Instance, RecordedCommit
+from ..testlogs import SCRIPTS
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -151,6 +152,8 @@ class Lookups:
         answer: dict[str, Any] = {name: getattr(row, name) for name in scalars}
         for name in ("fail_to_pass", "pass_to_pass", "rules"):
             answer[name] = list(getattr(row, name))
+        config = row.install_config or {}
+        answer["scripts"] = {name: config[name] for name in SCRIPTS if name in config}
         if row.base_commit and (needs := await self.find_composition(row.mirror, row.base_commit)):
             answer["submodules"] = [module.path for module in needs.modules]
             answer["missing"] = dict(needs.missing)

@@ -273,7 +273,7 @@ class Instance(Answer):
     In the agent view `id` is the public id, which reveals no gold commit, `commits` has only the
     base commit, and the members after it are None. Requests accept both ids. `base_commit` is None
     while the mirror lacks its branch, `revision`. `history` limits what agents see. `environment`
-    names what the code runs in, `rules` how values were interpreted.
+    names what the code runs in, `scripts` run its tests, `rules` say how values were interpreted.
     """
 
     id: str
@@ -289,6 +289,7 @@ class Instance(Answer):
     fail_to_pass: list[str] | None = None
     pass_to_pass: list[str] | None = None
     environment: str | None = None
+    scripts: dict[str, str] | None = None
     python_version: str | None = None
     version: str | None = None
     workdir: str | None = None

@@ -268,7 +268,7 @@ class SuiteRunner:
         file = None
         if self._logs:
             file = log_path(self._logs, identity, f"{TESTS.step} {outcome.line}")
-        log, verdict = await run_tests(grade, row, recipe, self._timeout, file)
+        log, verdict = await run_tests(self._client, grade, row, recipe, self._timeout, file)
         unexpected, reason = judge_tests(TESTS, row, verdict.outcomes, log)
         return Tested(
             environment=grade.environment,

@@ -314,6 +314,7 @@ class SandboxCall:
         source: BinaryIO | None = None,
         stdout: Sink | None = None,
         reporter: Reporter | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
         words = ["bash", "-c", command] if isinstance(command, str) else command
         self._exports = [
@@ -325,7 +326,9 @@ class SandboxCall:
         self.source = source
         self.stdout, self.stderr = stdout or Output(), Output()
         self.report = Output(_REPORT_BYTES)
-        self.reporter = reporter
+        self.reporter, self._files = reporter, {**(files or {})}
+        if reporter:
+            self._files[f"{reporter.module}.py"] = reporter.text
         self._cancelled, cancel = os.pipe2(os.O_CLOEXEC)
         # a file object: a late `cancel` finds it closed, not another file with its number
         self._cancel = os.fdopen(cancel, "wb", buffering=0)
@@ -337,6 +340,7 @@ class SandboxCall:
             'echo "$$" 1<>"$0.end"',
             f"[ ! -e {activate} ] || . {activate}",
             *self._exports,
+            'export MIRRORD_FILES="$PWD/$0.d"' if self._files else "",
             *(self.reporter.setup if self.reporter else ()),
             f'cd -- "$MIRRORD_WORKDIR" && cd -- {shlex.quote(at(self._cwd))} || exit 126',
             self._exec,
@@ -354,8 +358,7 @@ class SandboxCall:
 
     def follow(self, room: SandboxRoom) -> Executed:
         before = room.strikes()
-        module = (self.reporter.module, self.reporter.text) if self.reporter else None
-        with room.pipes(self._script(room.at), module) as pipes:
+        with room.pipes(self._script(room.at), self._files) as pipes:
             try:
                 status, is_late = self._watch(room, pipes)
             except BaseException:  # such as KeyboardInterrupt

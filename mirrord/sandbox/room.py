@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -52,24 +52,24 @@ done
 class Pipes:
     """The host's ends of a command's pipes; `group` is its process group, 0 until it starts."""
 
-    def __init__(self, directory: str, script: bytes, module: tuple[str, bytes] | None) -> None:
+    def __init__(self, directory: str, script: bytes, files: Mapping[str, bytes]) -> None:
         self.name = os.urandom(8).hex()
         self._path = os.path.join(directory, self.name)
         self.group = 0
-        if module:
-            self._make_module(*module)
+        if files:
+            self._make_files(files)
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         with os.fdopen(file, "wb") as content:
             os.fchmod(file, 0o644)
             content.write(script)
         self.input, self.out, self.err, self.end, self.report = map(self._make_pipe, _ENDS)
 
-    def _make_module(self, name: str, text: bytes) -> None:
-        """Write a module of Python into a directory beside the script."""
+    def _make_files(self, files: Mapping[str, bytes]) -> None:
         directory = Path(f"{self._path}.d")
         directory.mkdir()
-        (directory / f"{name}.py").write_bytes(text)
-        (directory / f"{name}.py").chmod(0o444)
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+            (directory / name).chmod(0o444)
         directory.chmod(0o755)
 
     def _make_pipe(self, end: str) -> int:
@@ -147,15 +147,15 @@ class SandboxRoom:
         return self._limits.strikes()
 
     @contextmanager
-    def pipes(self, script: bytes, module: tuple[str, bytes] | None = None) -> Iterator[Pipes]:
+    def pipes(self, script: bytes, files: Mapping[str, bytes]) -> Iterator[Pipes]:
         """Start a script; at the end the shell drains the pipes of background processes.
 
-        `module`, a name and its text, is in the directory that has the script's name and `.d`.
+        `files` are in the directory that has the script's name and `.d`; commands can only read it.
         """
         with self._lock:
             self._users += 1
         try:
-            pipes = Pipes(self._directory.path, script, module)
+            pipes = Pipes(self._directory.path, script, files)
             self._send(pipes.name)
             try:
                 yield pipes

@@ -12,9 +12,18 @@ from .outcomes import (
     lines_about,
     outcome_of,
 )
-from .scripts import SCRIPTS, command_of_scripts, cut_to_tests, is_scripted, tells_status
+from .scripts import (
+    PARSING,
+    SCRIPTS,
+    command_of_scripts,
+    cut_to_tests,
+    is_scripted,
+    tells_status,
+    with_parsed,
+)
 
 __all__ = [
+    "PARSING",
     "SCRIPTS",
     "Miss",
     "Outcome",
@@ -33,6 +42,7 @@ __all__ = [
     "parser_of_repo",
     "takes_files",
     "tells_status",
+    "with_parsed",
 ]
 
 _PARSERS: dict[str, Parser] = {

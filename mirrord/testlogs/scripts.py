@@ -2,6 +2,9 @@
 
 `eval_script` is SWE-bench's, with marks around the output of the runner. `run_script` is called
 with the files of tests, as in SWE-bench Pro, and `parsing_script` with what it wrote.
+
+Scripts are files that the command may read and not change, in MIRRORD_FILES: the code under test
+has its uid. A parsing_script runs after it and elsewhere, and the code under test never sees it.
 """
 
 import json
@@ -12,42 +15,38 @@ from typing import Any
 from .outcomes import Outcome, Outcomes, Parser
 
 SCRIPTS = ("eval_script", "run_script", "parsing_script")
-# a grade has a new /tmp, where nobody else writes
-_BEGIN = "scripts=/tmp/mirrord-scripts; mkdir -p $scripts"
+_RUN = 'bash "$MIRRORD_FILES/run_script"'
+_EVAL = 'bash "$MIRRORD_FILES/eval_script"'
+PARSING = """\
+json=/tmp/parsed && cd "$MIRRORD_FILES" || exit
+"$(command -v python3 || command -v python)" -E -s parsing_script stdout stderr "$json" >&2 &&
+  cat "$json"
+"""
+"""Prints what the row's parsing_script makes of the files `stdout` and `stderr`."""
 _START, _END = ">>>>> Start Test Output", ">>>>> End Test Output"
 _PARSED = ">>>>> Output of parsing_script"
 
 
 def command_of_scripts(row: Mapping[str, Any]) -> str | None:
     """Return the shell command that runs a row's script; None if it has none."""
-    quoted = {name: shlex.quote(row[name]) for name in SCRIPTS if name in row}
-    # printf is a builtin of sh: an argument of a program may have 128 KiB
-    lines = [_BEGIN]
-    lines += [f"""printf '%s\\n' {text} > "$scripts/{name}\"""" for name, text in quoted.items()]
     if "run_script" in row:
-        files = shlex.quote(",".join(row.get("test_files") or ()))
-        lines.append(f'bash "$scripts/run_script" {files} > "$scripts/out" 2> "$scripts/err"')
-        lines += ["status=$?", 'cat "$scripts/out" "$scripts/err"']
-        if "parsing_script" in row:
-            arguments = '"$scripts/parsing_script" "$scripts/out" "$scripts/err" "$scripts/json"'
-            lines.append(f'"$(command -v python3 || command -v python)" {arguments}')
-            lines.append(f"""printf '\\n%s\\n' {shlex.quote(_PARSED)}; cat "$scripts/json\"""")
-        lines.append('exit "$status"')
-    elif "eval_script" in row:
-        lines.append('bash "$scripts/eval_script"')
-    else:
-        return None
-    return "\n".join(lines)
+        return f"{_RUN} {shlex.quote(','.join(row.get('test_files') or ()))}"
+    return _EVAL if "eval_script" in row else None
 
 
 def is_scripted(command: str) -> bool:
     """Return whether a command runs a row's script, which names the files of tests itself."""
-    return command.startswith(_BEGIN)
+    return command.startswith((_RUN, _EVAL))
 
 
 def tells_status(command: str) -> bool:
     """Return whether the exit status is the runner's; an eval_script ends with another command."""
-    return not is_scripted(command) or "$scripts/run_script" in command
+    return command != _EVAL
+
+
+def with_parsed(log: str, parsed: str) -> str:
+    """Return a log that ends with what a parsing_script made of it."""
+    return f"{log}\n{_PARSED}\n{parsed}"
 
 
 def cut_to_tests(log: str) -> str:

@@ -35,6 +35,9 @@ while read is dash name; do
   printf '%s{"name": "%s", "status": "%s"}' "$comma" "${name#- }" $status >> "$3"; comma=,
 done < "$1"; printf ']}' >> "$3"
 """
+FORGED = """+add() { echo 3; }
++for it in run_script parsing_script; do echo : > "$MIRRORD_FILES/$it" || echo not changed >&2; done
++echo 'echo "{\\"tests\\": [{\\"name\\": \\"adds\\", \\"status\\": \\"PASSED\\"}]}" > "$6"' > /bin/python3"""
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +137,7 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
     root = images.root(tmp_path / "root")
     subprocess.run(["git", "clone", "-q", upstream.path, root / "app"], check=True)
     (root / "app/built.sh").write_text(check)
-    (root / "bin/python3").write_text('#!/bin/sh\nexec sh "$@"\n')  # it runs a parsing_script
+    (root / "bin/python3").write_text('#!/bin/sh\nshift 2\nexec sh "$@"\n')  # -E -s parsing_script
     (root / "bin/python3").chmod(0o755)
     images.oci(tmp_path / "i", [images.layer([], above=root)], {"WorkingDir": "/app"})
     change = "diff --git a/{0} b/{0}\n--- a/{0}\n+++ b/{0}\n@@ -1 +1{1} @@\n"
@@ -196,6 +199,19 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
         assert outcomes[0] == {"adds": "failed", "three": "passed"}
         assert outcomes[1] == {"adds": "passed", "three": "passed"}
     assert "run.sh,b\n" in (logs / "o__sh-6/tests-after.log").read_text()
+    forged = str(row["patch"]).replace("+1 @@", "+1,3 @@").partition("+add")[0] + f"{FORGED}\n"
+    models = [("gold", name, row["patch"]) for name in named] + [("forged", "o__sh-6", forged)]
+    (tmp_path / "predictions.jsonl").write_text("".join(
+        f"{json.dumps({'model_name_or_path': model, 'instance_id': name, 'model_patch': patch})}\n"
+        for model, name, patch in models
+    ))  # fmt: skip
+    grade = ("grade", "--predictions", str(tmp_path / "predictions.jsonl"), "--run", "--json")
+    command = [sys.executable, "-m", "mirrord", *socket, *grade, "--logs", str(logs)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    *gold, caught = json.loads(ran.stdout)["predictions"]
+    assert [each["state"] for each in gold] == ["resolved"] * len(named), gold
+    assert caught["tests"]["reason"] == "1 of 1 FAIL_TO_PASS do not pass, such as adds", caught
+    assert Path(caught["tests"]["log"]).read_text().count("not changed\n") == 2
     with bench.client.checkout("o__sh-2", environment="auto", owner=AGENT) as checkout:
         assert str(checkout.lease.environment) == report.ready[0]
     bench.remove(report.ready[0])

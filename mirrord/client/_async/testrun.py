@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ... import errors, protocol
 from ...model import shown
 from ...sandbox.verdicts import Verdict, judge_run
-from ...testlogs import cut_to_tests, find_parser, tells_status
+from ...testlogs import PARSING, cut_to_tests, find_parser, is_scripted, tells_status, with_parsed
 from ..rehearsing import command_of, modules_of
 
 if TYPE_CHECKING:
+    from ...sandbox.calls import Executed
     from .checkout import AsyncCheckout
     from .client import AsyncClient
 
@@ -45,6 +48,7 @@ async def build_environment(
 
 
 async def run_tests(
+    client: AsyncClient,
     checkout: AsyncCheckout,
     row: protocol.Instance,
     recipe: protocol.Recipe,
@@ -58,25 +62,68 @@ async def run_tests(
     """
     from .sandbox import AsyncSandbox  # noqa: PLC0415  loaded only to run tests
 
-    frozen = modules_of(row)
+    takes_scripts = is_scripted(recipe.test_command)
+    scripts = {name: os.fsencode(text) for name, text in (row.scripts or {}).items()}
+    parsing = scripts.pop("parsing_script", None) if "run_script" in scripts else None
+    frozen, seconds = modules_of(row), timeout.total_seconds()
     async with AsyncSandbox(checkout, variables=recipe.variables, frozen=frozen) as sandbox:
-        command, seconds = command_of(recipe, row), timeout.total_seconds()
-        ended, report = await sandbox.exec_tests(command, timeout=seconds)
-    if log_file:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        log_file.write_bytes(ended.stdout)
-    if ended.struck:
-        raise errors.DeadlineError(
-            f"cannot run the tests of {row.id}: they met the limit of {ended.struck}",
-            hint="raise --timeout",
+        ended, report = await sandbox.exec_tests(
+            command_of(recipe, row), timeout=seconds, files=scripts if takes_scripts else None
         )
+    log = (ended.stdout + ended.stderr).decode(errors="replace")
+    try:
+        _require_time(row, ended)
+        if takes_scripts and parsing:
+            files = {"parsing_script": parsing, "stdout": ended.stdout, "stderr": ended.stderr}
+            log = with_parsed(log, await _parse(client, checkout.lease, row, files, seconds))
+    finally:
+        if log_file:
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            log_file.write_text(log)
     parser = find_parser(recipe.log_parser)
     assert parser is not None  # build_environment looked
     tests = [*(row.fail_to_pass or ()), *(row.pass_to_pass or ())]
-    log = cut_to_tests(ended.stdout.decode(errors="replace"))
+    log = cut_to_tests(log)
     status = ended.exit_code if tells_status(recipe.test_command) else None
     verdict = judge_run(recipe.test_command, report, log, status, parser, tests)
     if log_file:
         text = json.dumps(verdict.outcomes, indent=0, sort_keys=True)
         log_file.with_suffix(".json").write_text(f"{text}\n")
     return log, verdict
+
+
+def _require_time(row: protocol.Instance, ended: Executed) -> None:
+    if ended.struck:
+        raise errors.DeadlineError(
+            f"cannot run the tests of {row.id}: they met the limit of {ended.struck}",
+            hint="raise --timeout",
+        )
+
+
+async def _parse(
+    client: AsyncClient,
+    lease: protocol.Checkout,
+    row: protocol.Instance,
+    files: Mapping[str, bytes],
+    seconds: float,
+) -> str:
+    """Return what a row's parsing_script makes of the output of its tests.
+
+    It runs in a checkout of its own: the tests could have left it another Python, or a process.
+    """
+    from .sandbox import AsyncSandbox  # noqa: PLC0415  loaded only to run tests
+
+    owner = None if lease.owner_uid == os.geteuid() else lease.owner_uid
+    options: dict[str, Any] = {"environment": lease.environment, "owner": owner, "sandbox": True}
+    clean = client.checkout(row.id, dataset=row.dataset, **options)
+    async with clean as other, AsyncSandbox(other) as sandbox:
+        ended, _ = await sandbox.exec_tests(PARSING, timeout=seconds, files=files)
+    _require_time(row, ended)
+    if ended.exit_code or not ended.stdout.strip():
+        said = ended.stderr.decode(errors="replace").strip()[-300:]
+        raise errors.ProofFailedError(
+            f"cannot read the log of the tests of {row.id}: its parsing_script ended with status"
+            f" {ended.exit_code}{': ' if said else ''}{said}",
+            hint="see the log of the tests; the script runs by the python3 of the image",
+        )
+    return ended.stdout.decode(errors="replace")

@@ -297,7 +297,7 @@ class Rehearsal:
         """Run the tests, and keep their log by `name`; return it and its verdict."""
         path = rehearsing.log_path(self._logs, row.id, name) if self._logs else None
         try:
-            return run_tests(checkout, row, recipe, self._test_timeout, path)
+            return run_tests(self._client, checkout, row, recipe, self._test_timeout, path)
         finally:
             if path and path.exists():
                 record.logs.append(str(path))

@@ -137,21 +137,24 @@ class Sandbox:
         return self._run(SandboxCall(command, source=source, **options))
 
     def exec_tests(
-        self, command: str, *, timeout: float | None = None
+        self,
+        command: str,
+        *,
+        timeout: float | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> tuple[Executed, PluginReport | None]:
         """Run a command as `exec` does; returns the report of the pytest that it starts, too.
 
         The report is None where the checkout has no environment whose pytest can report. Standard
-        input has the key of the report.
+        input has the key of the report. `files` are in the directory MIRRORD_FILES, read-only.
         """
         with self._mount() as mount:
             reports = can_report(environment_of(self._checkout.lease, mount))
         if not reports:
-            return self.exec(command, timeout=timeout), None
+            return self._run(SandboxCall(command, timeout=timeout, files=files)), None
         reporter = Reporter()
-        call = SandboxCall(
-            command, timeout=timeout, source=io.BytesIO(reporter.key), reporter=reporter
-        )
+        source = io.BytesIO(reporter.key)
+        call = SandboxCall(command, timeout=timeout, source=source, reporter=reporter, files=files)
         ended = self._run(call)
         return ended, reporter.read(call.report.bytes())
 
