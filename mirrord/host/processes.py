@@ -38,46 +38,11 @@ class Capability(IntEnum):
     MKNOD = 27
 
 
-# Linux sets a ctime from its clock alone; with one of these root sets the clock, or writes to the
-# disk's device or the kernel
-_FORGE_CTIMES = (
-    Capability.SYS_MODULE,
-    Capability.SYS_RAWIO,
-    Capability.SYS_ADMIN,
-    Capability.SYS_TIME,
-    Capability.MKNOD,
-)
-
-
 def has_capabilities(*wanted: Capability) -> bool:
     """Return whether this process, root or not, has all of them effective."""
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
     return all(effective >> capability & 1 for capability in wanted)
-
-
-def may_forge_ctimes() -> bool:
-    """Return whether any process here could set the ctime of a file.
-
-    Asks each process that /proc shows for its bounding set, which only shrinks: root in a container
-    without these capabilities cannot get one back. What cannot be read counts as yes.
-    """
-    forging = sum(1 << capability for capability in _FORGE_CTIMES)
-    seen = False
-    for process in Path("/proc").iterdir():
-        if not process.name.isdecimal():
-            continue
-        try:
-            lines = (process / "status").read_bytes().splitlines()
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            continue
-        except OSError:
-            return True
-        bounds = [int(line.split()[1], 16) for line in lines if line.startswith(b"CapBnd:")]
-        if any(bound & forging for bound in bounds):
-            return True
-        seen = seen or (process.name == "1" and bool(bounds))
-    return not seen
 
 
 def may_give_files_away() -> bool:

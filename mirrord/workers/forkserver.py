@@ -22,6 +22,7 @@ from importlib import import_module
 import structlog
 
 from ..errors import MirrordError
+from ..host.ctimes import may_forge_ctimes
 from ..host.processes import (
     die_with_parent,
     drop_passed_capabilities,
@@ -42,6 +43,8 @@ def main() -> None:
     for name in sys.argv[2:]:
         with suppress(Exception):  # a call into it will raise the error
             import_module(name)
+    if os.geteuid() == 0:
+        may_forge_ctimes()  # asks about devices once for all workers
     gc.freeze()  # a collection in a worker would write to, and so copy, the shared pages
     server = os.getpid()
     signal.signal(signal.SIGCHLD, _reap)
