@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ LAYERS_LIMIT = 128
 _STACK_LIMIT = 16  # layers of layers: an overlay takes 64, a template has up to 18
 # a tree at rest takes two: the second copy finds nothing changed
 _ROUNDS = 5
+_RETIRED = ".retired"  # at the end of a name
 _SYNCED_EACH = 256  # flushing 2,000 files one by one took 1.6 s, the whole host 9 ms
 
 
@@ -305,11 +306,21 @@ class PreparedLayers:
             self.environments.drop(record.environment.digest)
         return record
 
+    def retire(self, saved: SavedLayer) -> None:
+        """Remove a layer; while checkouts have it, only let no other choose it."""
+        record = self._records[saved.id]
+        retired = replace(record, saved=saved._replace(name=f"{saved.name}{_RETIRED}"))
+        self._records[saved.id] = retired
+        self._write_record(retired)
+        for record in self.all():
+            if record.saved.name.endswith(_RETIRED) and not self.holders(record):
+                self.remove(record.saved.id, record.saved.saved_by)
+
     def remove_of(self, digest: str) -> None:
         """Remove the layers that the build of an environment saved; raises ConflictError."""
         name = layer_name(digest)
         for record in self.all():
-            if record.saved.name == name and self.is_shared(record):
+            if record.saved.name.removesuffix(_RETIRED) == name and self.is_shared(record):
                 self.remove(record.saved.id, record.saved.saved_by)
 
     def _add(self, record: LayerRecord) -> None:
@@ -354,7 +365,6 @@ class PreparedLayers:
     def _write(self, record: LayerRecord) -> None:
         """Flush a layer, and then write its record."""
         path = self._path(record)
-        new = path.with_suffix(".new")
         with full_disk_named(f"layer {record.saved.name}"):
             if record.copied["files"] > _SYNCED_EACH:
                 os.sync()
@@ -363,6 +373,12 @@ class PreparedLayers:
                     sync_tree(self.layers.path(layer))
                 if (repository := path.with_suffix(".git")).exists():
                     sync_tree(repository)
+            self._write_record(record)
+
+    def _write_record(self, record: LayerRecord) -> None:
+        path = self._path(record)
+        new = path.with_suffix(".new")
+        with full_disk_named(f"layer {record.saved.name}"):
             try:
                 fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
                 with opened(fd):

@@ -31,6 +31,7 @@ from ..jobs.operations import Deferred, together
 from ..jsontext import loads
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, MirrorName
+from ..protocol import RootLeak
 from ..seal.layers import LayerScan, ScannedLayer, as_paths, read_layer, scan_layers
 from ..templates.environments import EnvironmentStore
 from ..workers.coalesce import Coalescer, SharedWork
@@ -102,13 +103,34 @@ class Leaks:
                 )  # fmt: skip
         return scans
 
+    def is_judged(self, digest: str, layer: Path, mirror: MirrorName) -> bool:
+        """Return whether a prepared layer was judged by what the mirror has now."""
+        return self._is_new(self._cached(self._directory(digest) / f"{layer.name}.json"), mirror)
+
+    async def judge_layer(
+        self, digest: str, layer: Path, mirror: MirrorName, commit: CommitId
+    ) -> Sequence[RootLeak]:
+        """Return what a prepared layer of an environment has of the future, as known now."""
+        path = self._directory(digest) / f"{layer.name}.json"
+        scanned = ScannedLayer(layer, path.with_suffix(".list"))
+        scan, mark = await self._compared([scanned], path, mirror, commit)
+        await self._keep(path, _facts_of(scan, mark, None))
+        return scan.leaks
+
+    async def note_judged(self, digest: str, layer: Path, mark: int) -> None:
+        """Note that nothing of a prepared layer is of the future, as known at a mark."""
+        result = _facts_of(LayerScan([], [], None), mark, None)
+        await self._keep(self._directory(digest) / f"{layer.name}.json", result)
+
     # -- what is known -----------------------------------------------------------------------------
 
     def _directory(self, digest: str) -> Path:
         return self.store.root / digest / "scans"
 
     def _find(self, digest: str, mirror: MirrorName, commit: CommitId) -> dict[str, Any] | None:
-        path = self._directory(digest) / f"{mirror.key}@{commit}.json"
+        return self._cached(self._directory(digest) / f"{mirror.key}@{commit}.json")
+
+    def _cached(self, path: Path) -> dict[str, Any] | None:
         if path not in self._cache and (read := self._read(path)) is not None:
             self._cache[path] = _short(read)
         return self._cache.get(path)
@@ -120,9 +142,10 @@ class Leaks:
 
     def _is_new(self, result: dict[str, Any] | None, mirror: MirrorName) -> bool:
         """Return whether the mirror has got no pack since a scan."""
-        return result is not None and result["mark"] == self._mark(mirror)
+        return result is not None and result["mark"] == self.mark(mirror)
 
-    def _mark(self, mirror: MirrorName) -> int:
+    def mark(self, mirror: MirrorName) -> int:
+        """Return what changes when a mirror gets objects."""
         # every fetch lands as a pack (fetch.unpackLimit=1), which changes the directory
         return (self.mirrors.path(mirror) / "objects/pack").stat().st_mtime_ns
 
@@ -152,27 +175,39 @@ class Leaks:
     ) -> dict[str, Any]:
         workers, digest = self.mirrors.workers, environment.digest
         layers = [*self._layers(digest)]
-        await together(self._listed(layer) for layer in layers)
-        # before the scan: for a pack that comes meanwhile it is repeated
-        mark, git_dir = self._mark(mirror), self.mirrors.path(mirror)
         path = self._directory(digest) / f"{mirror.key}@{commit}.json"
-        before = await anyio.to_thread.run_sync(self._read, path)
-        encoded = before["inside"] if before else None
-        inside = None if encoded is None else base64.b64decode(encoded)
-        scan = await workers.run(scan_layers, layers, git_dir, commit, inside, timeout=_TIMEOUT)
+        scan, mark = await self._compared(layers, path, mirror, commit)
         paths = [layer.path for layer in layers]
         cover = await workers.run(
             _make_cover, self.store.root / digest, as_paths(scan.leaks), paths, timeout=_TIMEOUT
         )
         result = _facts_of(scan, mark, cover)
-        await anyio.to_thread.run_sync(_write, path, result)
-        self._cache[path] = _short(result)
+        await self._keep(path, result)
         if scan.leaks:
             named = {"key": environment.key, "digest": digest, "count": len(scan.leaks)}
             self.mirrors.events.publish(
                 "environment.leaks", **named, mirror=str(mirror), commit=commit
             )
         return result
+
+    async def _compared(
+        self, layers: Sequence[ScannedLayer], path: Path, mirror: MirrorName, commit: CommitId
+    ) -> tuple[LayerScan, int]:
+        """Return a scan of layers, of which `path` has an earlier one, and the mirror's mark."""
+        await together(self._listed(layer) for layer in layers)
+        # before the scan: for a pack that comes meanwhile it is repeated
+        mark, git_dir = self.mark(mirror), self.mirrors.path(mirror)
+        before = await anyio.to_thread.run_sync(self._read, path)
+        encoded = before["inside"] if before else None
+        inside = None if encoded is None else base64.b64decode(encoded)
+        scan = await self.mirrors.workers.run(
+            scan_layers, layers, git_dir, commit, inside, timeout=_TIMEOUT
+        )
+        return scan, mark
+
+    async def _keep(self, path: Path, result: dict[str, Any]) -> None:
+        await anyio.to_thread.run_sync(_write, path, result)
+        self._cache[path] = _short(result)
 
     def _layers(self, digest: str) -> Iterator[ScannedLayer]:
         for path in self.store.lowers(digest):

@@ -59,7 +59,7 @@ class Environments:
         self.store, self.mirrors = builds.store, builds.mirrors
         self.image_trees = ImageTrees(
             store=builds.store, checkouts=builds.checkouts, mirrors=builds.mirrors,
-            preparations=builds.preparations,
+            preparations=builds.preparations, leaks=self.leaks,
         )  # fmt: skip
         self.row_images = RowImages(
             templates=builds.place / "datasets.json", images=self.images,

@@ -165,9 +165,17 @@ def cloned(bench: Bench, commit: str, tree: str = "testbed") -> Iterator[Path]:
 
 
 def test_what_the_image_has_besides_the_commit_is_there_and_in_no_diff(bench: Bench) -> None:
-    """Also after a reset; nothing of a `.git` is, and no content of a later commit."""
+    """Also after a reset; nothing of a `.git` is, and no content of a later commit, also of one that
+    the mirror learns of when the layer is there.
+    """
+
+    def findings_of(key: str) -> list[str]:
+        (prepared,) = bench.client.get_environment(key).prepared
+        assert prepared.commit == bench.base
+        return sorted(each["path"] for each in prepared.findings)
+
     with cloned(bench, bench.base) as clone:
-        files = {"lib/a.so": "built", "new/b": "b", "new/.git/HEAD": "x", "README": "edited\n"}
+        files = {"lib/a.so": "built", "new/b": long(31), "new/.git/HEAD": "x", "README": "edited\n"}
         for path, content in {**files, "lib/answer": long(1), "new/answer": long(1)}.items():
             (clone / path).parent.mkdir(parents=True, exist_ok=True)
             (clone / path).write_text(content)
@@ -175,7 +183,7 @@ def test_what_the_image_has_besides_the_commit_is_there_and_in_no_diff(bench: Be
         (clone / "gone").unlink()
         assert bench.imported(f"dir:{bench.root}", "built").failed == []
     ask = "cat README lib/a.so new/b lib/link; ls -A . lib new; echo >> lib/a.so; echo >> README"
-    shown = b"edited\nbuiltbedited\n.:\n.git\nREADME\nlib\nnew\n\nlib:\na\na.so\nlink\n\nnew:\nb\n"
+    shown = f"edited\nbuilt{long(31)}edited\n.:\n.git\nREADME\nlib\nnew\n\nlib:\na\na.so\nlink\n\nnew:\nb\n".encode()
     name = f"o/r@{bench.base}"
     with bench.client.checkout(name, environment="built", owner=AGENT) as checkout:
         assert checkout.diff() == b""
@@ -186,11 +194,21 @@ def test_what_the_image_has_besides_the_commit_is_there_and_in_no_diff(bench: Be
                 changed = checkout.diff(format=DiffFormat.NAME_STATUS).split()
                 assert changed == [b"M", b"README", b"M", b"lib/a.so"]
                 checkout.reset()
-    (prepared,) = bench.client.get_environment("built").prepared
-    assert prepared.commit == bench.base
-    assert sorted(each["path"] for each in prepared.findings) == [
-        "/testbed/lib/answer", "/testbed/new/answer",
-    ]  # fmt: skip
+        assert findings_of("built") == ["/testbed/lib/answer", "/testbed/new/answer"]
+        before = bench.client.list_layers()
+        bench.upstream.commit({"x": long(31)})
+        bench.client.wait(bench.client.sync_mirror("o/r"))
+        with (
+            bench.client.checkout(name, environment="built", owner=AGENT) as second,
+            Sandbox(second) as other, Sandbox(checkout) as sandbox,
+        ):  # fmt: skip
+            assert sandbox.exec("cat new/b").stdout == long(31).encode()
+            checkout.reset()
+            for box in (sandbox, other):
+                assert box.exec("cat README lib/a.so; ls new").stdout == b"edited\nbuilt"
+            assert second.diff() == b""
+        assert "/testbed/new/b" in findings_of("built")
+        assert len(bench.client.list_layers()) == len(before) + 1
     bench.remove("built")
 
 

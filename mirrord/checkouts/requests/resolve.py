@@ -33,7 +33,7 @@ from ...protocol import ResetCheckout, StartCheckout
 from ...quoting import unquote_name
 from ...templates.environments import EnvironmentStore
 from ..lease import Base, Lease, SavedLayer
-from ..prepared import PreparedLayers
+from ..prepared import PreparedLayers, layer_name
 
 ImagePreparer = Callable[[EnvironmentName, MirrorName, CommitId, History], Awaitable[None]]
 """Makes the layer of an image for a commit, unless there is one."""
@@ -289,7 +289,9 @@ class Resolver:
             if environment is not None:
                 self.environments.hold(environment.digest)
                 stack.callback(self.environments.drop, environment.digest)
-            if request.layer or not is_same:
+            # the layer of an image may have been replaced
+            is_own = saved and environment and saved.name == layer_name(environment.digest)
+            if request.layer or not is_same or is_own:
                 saved = await self._choose_layer(
                     request.layer, resolved, history, peer, environment
                 )

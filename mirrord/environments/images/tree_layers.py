@@ -29,7 +29,8 @@ from ...seal.scan import scan_root
 
 _GIT = ".git"
 _STORED = ("HEAD", "packed-refs", "refs", "objects", "shallow")  # and nothing that configures git
-_TAKEN_OUT = ("future-file", "object", "pack")  # kinds of findings in files
+TAKEN_OUT = ("future-file", "object", "pack", "repository")
+"""Kinds of findings in files that no layer has."""
 
 
 class Order(NamedTuple):
@@ -275,7 +276,7 @@ class _Writer:
         leaks = [
             leak
             for leak in report.leaks
-            if leak.kind in _TAKEN_OUT or leak.path in report.repositories
+            if leak.kind in TAKEN_OUT or leak.path in report.repositories
         ]
         for leak in leaks:
             path = encode_name(leak.path).partition(b"!")[0]

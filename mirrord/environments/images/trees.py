@@ -2,14 +2,17 @@
 
 The layer is made when the first checkout of the commit with the image is asked for. Its files are
 links to the image's, and git's tree of it is what diffs are relative to (`checkouts/prepared.py`).
+When the mirror has got objects since, the layer is judged again, and one that has content of them
+is replaced.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
@@ -19,17 +22,28 @@ from ...checkouts.service import Checkouts
 from ...errors import EnvironmentFailedError, TooLargeError
 from ...host.peers import own_process
 from ...mirrors.service import Mirrors
-from ...model import CommitId, EnvironmentName, History, MirrorName
+from ...model import CommitId, EnvironmentName, History, LayerId, MirrorName
 from ...protocol import RootLeak
 from ...templates.environments import EnvironmentStore
 from ...workers.coalesce import Coalescer, SharedWork
 from ..builder import build_owner
 from ..building import own_peer
 from ..preparations import Preparations
-from .tree_layers import Order, Written, write_tree_layer
+from .tree_layers import TAKEN_OUT, Order, Written, write_tree_layer
 
 _TIMEOUT = timedelta(hours=1)
 _FINDINGS = 200  # recorded with the environment
+
+
+class LayerJudge(Protocol):
+    """Compares prepared layers with what the mirror has (`environments/leaks.py`)."""
+
+    def mark(self, mirror: MirrorName) -> int: ...
+    def is_judged(self, digest: str, layer: Path, mirror: MirrorName) -> bool: ...
+    async def judge_layer(
+        self, digest: str, layer: Path, mirror: MirrorName, commit: CommitId
+    ) -> Sequence[RootLeak]: ...
+    async def note_judged(self, digest: str, layer: Path, mark: int) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -40,6 +54,7 @@ class ImageTrees:
     checkouts: Checkouts
     mirrors: Mirrors
     preparations: Preparations
+    leaks: "LayerJudge"
     _running: Coalescer[None] = field(default_factory=Coalescer)
     _empty: set[tuple[str, str]] = field(default_factory=set)
 
@@ -50,7 +65,8 @@ class ImageTrees:
     async def ensure(
         self, name: EnvironmentName, mirror: MirrorName, commit: CommitId, history: History
     ) -> None:
-        """Make the layer of an image for a commit unless it is there, or would be empty.
+        """Make the layer of an image for a commit unless it is there, or would be empty; make it
+        again if the mirror has learnt since that it has something of the future.
 
         Raises EnvironmentFailedError, and what a checkout raises.
         """
@@ -58,13 +74,21 @@ class ImageTrees:
         if (name.digest, key) in self._empty:
             return
         place = mirror.key, commit, history
-        if self.checkouts.prepared.choose(None, place, own_peer().uid, name):
-            return
-        if self.preparations.read(name.digest).get(key, {}).get("changed") == 0:
+        saved = self.checkouts.prepared.choose(None, place, own_peer().uid, name)
+        if saved:
+            layer = self.checkouts.layers.path(saved.id)
+            if self.leaks.is_judged(name.digest, layer, mirror):
+                return
+        elif self.preparations.read(name.digest).get(key, {}).get("changed") == 0:
             self._empty.add((name.digest, key))
             return
 
         async def run(_: SharedWork[None]) -> None:
+            if saved:
+                leaks = await self.leaks.judge_layer(name.digest, layer, mirror, commit)
+                if not any(leak.kind in TAKEN_OUT for leak in leaks):
+                    return
+                self.checkouts.prepared.retire(saved)
             await self._prepare(name, mirror, commit, history)
 
         await self._running.join(f"{name.digest} {key} {history}", run)
@@ -73,6 +97,7 @@ class ImageTrees:
         self, name: EnvironmentName, mirror: MirrorName, commit: CommitId, history: History
     ) -> None:
         key, began = f"{mirror}@{commit}", time.perf_counter()
+        mark = self.leaks.mark(mirror)
         request = protocol.StartCheckout(
             mirror=str(mirror), commit=commit, owner=build_owner()[0], history=history,
             # longer than the writing of the layer, which has to end first
@@ -86,7 +111,9 @@ class ImageTrees:
             preparation["findings"] = [leak.to_json() for leak in written.findings[:_FINDINGS]]
             if written.changed:
                 saved = protocol.SaveLayer(name=layer_name(name.digest))
-                await self.checkouts.save(checkout.id, saved, own_peer())
+                layer = await self.checkouts.save(checkout.id, saved, own_peer())
+                path = self.checkouts.layers.path(LayerId(layer.id))
+                await self.leaks.note_judged(name.digest, path, mark)
         except TooLargeError as error:
             self.preparations.write(name.digest, key, {"error": error.message})
             raise EnvironmentFailedError(
