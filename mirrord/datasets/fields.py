@@ -100,6 +100,7 @@ STANDARD = Columns(
         "run_script": ("run_script", "run_script.sh"),
         "parsing_script": ("parsing_script", "parser.py"),
         "test_files": ("selected_test_files_to_run",),
+        "restored_files": ("restored_files",),
     },
     {},
 )
@@ -139,7 +140,7 @@ _STEPS = re.compile(r"[~^]")
 _INSTALL = {
     *("python", "pre_install", "packages", "pip_packages", "reqs_path", "env_yml_path", "install"),
     *("test_cmd", "log_parser", "env_vars", "eval_commands", "base_image_name"),
-    *(*SCRIPTS, "test_files"),  # as an export has them
+    *(*SCRIPTS, "test_files", "restored_files"),  # as an export has them
 }
 
 
@@ -350,6 +351,8 @@ class Fields:
                 config[script] = text
         if "run_script" in config and (files := self.names("test_files")):
             config["test_files"] = list(files)
+        if files := self.names("restored_files"):
+            config["restored_files"] = list(files)
         # sorted: a dataset's digest is of these bytes
         config = {key: member for key, member in sorted(config.items()) if member}
         if len(json.dumps(config)) > _INSTALL_BYTES:

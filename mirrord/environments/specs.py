@@ -45,7 +45,7 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
     """
     spec = dict(swebench_specs().get(row.repo.lower(), {}).get(row.version or "", {}))
     own = row.install_config or {}
-    if own.keys() - {"log_parser", "test_files", *SCRIPTS}:
+    if own.keys() - {"log_parser", "test_files", "restored_files", *SCRIPTS}:
         spec = dict(own)
     if row.python_version:
         spec = {**(spec or _DEFAULT_SPEC), "python": row.python_version}

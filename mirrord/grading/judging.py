@@ -126,6 +126,7 @@ class Judge:
             place.found.base.environment,
             place.recipe.key,
             patch,
+            job.restored,
         )
         if (answer := self._bases.get(key)) is not None:
             self._bases.move_to_end(key)

@@ -50,6 +50,7 @@ class GradeJob:
     `below` are prepared layers, which have files of that tree and others. `rules` are those besides
     the built-in ones. A change is relative to the tree `layered`, if given: that of prepared layers
     which are judged as part of the change, because somebody else wrote them; `left` says so.
+    `restored` are other files of tests, which are as the base commit has them.
     """
 
     mirror: Path
@@ -63,6 +64,7 @@ class GradeJob:
     drops: tuple[Drop, ...] = ()
     layered: str | None = None
     left: tuple[Steering, ...] = ()
+    restored: tuple[bytes, ...] = ()
 
     @property
     def scratch(self) -> Path:
@@ -217,8 +219,8 @@ def _content(objects: Objects, entry: TreeEntry) -> bytes:
     return b"" if entry.is_submodule else objects.read_blob(entry.oid)
 
 
-_tests_cache: OrderedDict[tuple[Path, str, bytes], InstanceTests] = OrderedDict()
-"""A cache by mirror, tree and digest of the patch: many changes are graded by the same tests."""
+_tests_cache: OrderedDict[tuple[Path, str, bytes, tuple[bytes, ...]], InstanceTests] = OrderedDict()
+"""A cache by mirror, tree, digest of the patch and restored files: many changes have the same."""
 
 
 _CACHED = 16
@@ -227,7 +229,7 @@ _CACHED = 16
 def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
     if job.test_patch is None:
         return None
-    key = job.mirror, job.tree, hashlib.sha256(job.test_patch).digest()
+    key = job.mirror, job.tree, hashlib.sha256(job.test_patch).digest(), job.restored
     tests = _tests_cache.pop(key, None)
     if tests is None:
         base = BaseFiles(objects, job.tree)
@@ -241,7 +243,7 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
                 f"cannot apply the tests of the instance: {error.message}",
                 hint="its test patch does not fit its base commit; try `mirrord rehearse`",
             ) from error
-        changes = applied.changes
+        changes = [*applied.changes, *_restored(objects, job, applied.changes)]
         old = (change.old for change in changes)
         before = set[str]().union(*(imports_of(_content(objects, e)) for e in old if e))
         after = set[str]().union(*(imports_of(change.data) for change in changes))
@@ -251,6 +253,15 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
     while len(_tests_cache) > _CACHED:
         _tests_cache.popitem(last=False)
     return tests
+
+
+def _restored(objects: Objects, job: GradeJob, changes: Iterable[Change]) -> Iterator[Change]:
+    """Iterate over the restored files that the test patch does not change."""
+    base, changed = BaseTree(objects, job.tree), {change.path for change in changes}
+    for path in job.restored:
+        entry = base.find(path)
+        if path not in changed and entry and not entry.is_tree and not entry.is_submodule:
+            yield Change(path, entry.mode, objects.read_blob(entry.oid), entry)
 
 
 def _conversions(objects: Objects, base: BaseTree, changes: Iterable[Change]) -> Conversions:

@@ -4,6 +4,7 @@ Its answers reveal the solution of a task, so only administrators may ask. Findi
 answer and nowhere else, because an agent may read the events of its own checkout.
 """
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -164,6 +165,7 @@ class Grading:
             below=tuple(layers / name for name in saved.layers) if saved else (),
             layer=layers,
             test_patch=_test_patch_of(row),
+            restored=_restored_of(row),
             rules=(*own, *([runner_rule(files_of(recipe))] if recipe else [])),
             policies=policies,
             file_bytes=settings.file_bytes,
@@ -260,6 +262,11 @@ def _test_patch_of(row: InstanceRow | None) -> bytes | None:
     if row is None or not row.test_patch:
         return None
     return row.test_patch.encode(errors="surrogateescape")
+
+
+def _restored_of(row: InstanceRow | None) -> tuple[bytes, ...]:
+    files = (row.install_config or {}).get("restored_files", ()) if row else ()
+    return tuple(map(os.fsencode, files))
 
 
 def _choice(kind: type[C], text: str, noun: str) -> C:

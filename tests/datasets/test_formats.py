@@ -252,6 +252,7 @@ def test_a_pro_row_has_its_commits_in_a_command_and_in_its_id(case: Case) -> Non
     assert (found["mirror"], found["base"]) == ("psf__requests", BASE)
     assert found["commits"] == [[BASE, "base"], [GOLD, "gold"]]
     assert "base_commit: from before_repo_set_cmd" in found["rules"]
+    assert found["install"] == {"restored_files": ["test/a.py", "test/b.py"]}
     full = {**partial, "repo": "PSF/requests", "base_commit": SETUP, "fail_to_pass": "['a']"}
     found = read_one(case, full | {"dockerhub_tag": "psf.requests-1"})
     assert (found["mirror"], found["base"]) == ("PSF__requests", SETUP)

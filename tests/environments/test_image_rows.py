@@ -128,9 +128,9 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
     """A shell project that says its results by TAP; most rows have one image, one has none. Its tests
     run by a command, by SWE-bench's script, or by the two of SWE-bench Pro.
     """
-    buggy, test = "add() { echo 3; }\n", ". ./lib.sh; . ./built.sh\n"
+    buggy, test = "add() { echo 3; }\n", ". ./lib.sh; . ./built.sh; . ./helper.sh\n"
     upstream = Upstream(tmp_path / "sh")
-    base = upstream.commit({"lib.sh": buggy, "run.sh": test})
+    base = upstream.commit({"lib.sh": buggy, "run.sh": test, "helper.sh": ":\n"})
     ended = bench.client.wait(bench.client.add_mirror("o/sh", url=upstream.url))
     assert ended.error is None
     check = 'check() { [ "$2" = "$3" ] && echo "ok - $1" || { echo "not ok - $1"; false; }; }\n'
@@ -153,10 +153,10 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
     applied = f"git checkout {base} run.sh\ngit apply -v - <<'E'\n{row['test_patch']}E\n"
     marked = "set -x\ngit show\necho ok - other\n{}: '>>>>> Start Test Output'\nsh run.sh\n{}{}"
     end = ": '>>>>> End Test Output'\necho not ok - three\n"
-    scripts = [
+    scripts: list[dict[str, object]] = [
         {"log_parser": "tap", "eval_script": marked.format(applied, end, "git status\n")},
         {"run_script": "echo $* >&2; sh run.sh", "parsing_script": PARSING,
-         "selected_test_files_to_run": '["run.sh", "b"]'},
+         "selected_test_files_to_run": '["run.sh", "b"]', "restored_files": ["helper.sh", "no"]},
     ]  # fmt: skip
     others = {"o__sh-2": "o/i", "o__sh-3": "o/absent", "o__sh-4": None}
     rows = [row, *({**row, "instance_id": each, "image_name": of} for each, of in others.items())]
@@ -200,6 +200,7 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
         assert outcomes[1] == {"adds": "passed", "three": "passed"}
     assert "run.sh,b\n" in (logs / "o__sh-6/tests-after.log").read_text()
     forged = str(row["patch"]).replace("+1 @@", "+1,3 @@").partition("+add")[0] + f"{FORGED}\n"
+    forged += change.format("helper.sh", "") + "-:\n+check() { echo ok - $1; }\n"
     models = [("gold", name, row["patch"]) for name in named] + [("forged", "o__sh-6", forged)]
     (tmp_path / "predictions.jsonl").write_text("".join(
         f"{json.dumps({'model_name_or_path': model, 'instance_id': name, 'model_patch': patch})}\n"
