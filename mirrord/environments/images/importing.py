@@ -31,7 +31,7 @@ import anyio.to_thread
 from ... import errors, protocol
 from ...errors import InvalidImageError, full_disk_named
 from ...host.children import NOTHING, Child, start
-from ...host.files import read_plain
+from ...host.files import open_plain, read_plain
 from ...jobs.operations import together
 from ...jsontext import loads
 from ...mirrors.service import Mirrors
@@ -393,6 +393,7 @@ async def _run(argv: Sequence[str], scratch: Path, timeout: timedelta) -> str | 
     lines = tail.decode(errors="replace").strip().splitlines()
     # skopeo writes as logrus does: time="…" level=fatal msg="…"
     last = re.sub(r'.*level=(?:fatal|error) msg="(.*)"$', r"\1", lines[-1]) if lines else ""
+    last = last.lstrip(" ⨯")  # as umoci says what failed
     return (last.replace(str(scratch), "") or f"{argv[0]} ended with {status}") if status else None
 
 
@@ -448,7 +449,7 @@ def _read_image(place: Path) -> tuple[dict[str, Any], list[_Layer]]:
         config = _read_blob(place, config_of)
         diff_ids = config["rootfs"]["diff_ids"]
         layers = [
-            _Layer(_digest(descriptor["digest"]), _plain_type(descriptor["mediaType"]),
+            _Layer(_digest(descriptor["digest"]), _type_of(place, descriptor),
                    int(descriptor["size"]), _digest(diff_id))
             for descriptor, diff_id in zip(held, diff_ids, strict=True)
         ]  # fmt: skip
@@ -487,11 +488,16 @@ def _digest(text: str) -> str:
     return text
 
 
-def _plain_type(text: str) -> str:
-    """Return a layer's type as umoci knows it."""
-    if text.endswith("zstd"):
+def _type_of(place: Path, descriptor: dict[str, Any]) -> str:
+    """Return a layer's type as umoci knows it, by its content: skopeo 1.9 says that the plain
+    layers of docker archives are compressed.
+    """
+    name = _digest(descriptor["digest"]).removeprefix("sha256:")
+    with open_plain(place / "blobs/sha256" / name) as file:
+        magic = file.read(4)
+    if magic == b"\x28\xb5\x2f\xfd":
         raise ValueError("a layer is compressed by zstd, which umoci does not unpack")
-    return f"{_LAYER}+gzip" if text.endswith("gzip") else _LAYER
+    return f"{_LAYER}+gzip" if magic.startswith(b"\x1f\x8b") else _LAYER
 
 
 def _variables(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
