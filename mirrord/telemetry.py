@@ -99,9 +99,14 @@ def without_userinfo(url: str) -> str:
     return f"{scheme}://***@{address}"
 
 
+_HARMLESS = re.compile(r"[\w ./-]*", re.ASCII)  # ids, names, paths: `masked` looks for = @ and :
+
+
 def _masked_value(value: Any) -> Any:
     if isinstance(value, str):
-        return as_utf8(masked(value))
+        return value if _HARMLESS.fullmatch(value) else as_utf8(masked(value))
+    if isinstance(value, (int, float)):
+        return value
     if isinstance(value, dict):
         return {key: _masked_value(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -92,8 +92,11 @@ class Environments:
         # first: it becomes the name of a file
         if not ENVIRONMENT_KEY.fullmatch(key):
             return None
+        path = self.recipes / f"{key}.json"
+        if not path.exists():  # the usual case of a grade, which no thread is needed for
+            return None
         try:
-            text = await anyio.to_thread.run_sync((self.recipes / f"{key}.json").read_bytes)
+            text = await anyio.to_thread.run_sync(path.read_bytes)
         except FileNotFoundError:
             return None
         return checked(Recipe.from_json(loads(text)))

@@ -128,7 +128,9 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         tree, changed, printed = None, list[bytes](), None
         strategy, notes = None, list[str]()
         if isinstance(source, AgentTree):
-            tree, changed = stack.enter_context(open_worktree(source.job)), source.changed()
+            same = objects if source.job.mirror == job.mirror else None
+            tree = stack.enter_context(open_worktree(source.job, same))
+            changed = source.changed()
             left_out: list[bytes] = []
             changes = collect(tree, changed, left_out)
             if source.order:

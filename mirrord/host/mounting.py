@@ -74,7 +74,9 @@ class LocalMounter:
         with ExitStack() as stack:
 
             def at(path: str, above: int | None = None) -> int:
-                return stack.enter_context(opened(os.open(path, mounts.DIRECTORY, dir_fd=above)))
+                fd = os.open(path, mounts.DIRECTORY, dir_fd=above)
+                stack.callback(os.close, fd)
+                return fd
 
             templates = at(f"{self._state}/templates")
             if order.owner is not None:

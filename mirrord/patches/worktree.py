@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -68,10 +68,11 @@ class RawFile(NamedTuple):
 
 
 @contextmanager
-def open_worktree(job: PatchJob) -> "Iterator[Worktree]":
+def open_worktree(job: PatchJob, objects: Objects | None = None) -> "Iterator[Worktree]":
     """Open a checkout; raises CheckoutBusyError where its tree was replaced.
 
-    Inside, PermissionError for a path becomes OwnerDeniedError.
+    `objects` is its mirror, if that is open already. Inside, PermissionError for a path becomes
+    OwnerDeniedError.
     """
     try:
         tree = open_directory(job.root)
@@ -83,7 +84,7 @@ def open_worktree(job: PatchJob) -> "Iterator[Worktree]":
     owner = ActingAs(job.owner)
     with (
         opened(tree) as root,
-        open_objects(job.mirror) as objects,
+        nullcontext(objects) if objects else open_objects(job.mirror) as objects,
         denials_named(job.owner),
         TreeReader(root, owner) as reader,
     ):

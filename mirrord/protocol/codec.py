@@ -209,14 +209,18 @@ def _names_of_git(kind: type[Message]) -> set[str]:
 
 # -- to JSON and back -----------------------------------------------------------------------------
 
+_PLAIN = {str, int, float, bool, NoneType}  # most values; their subclasses are looked at
+
 
 def to_json(value: Any) -> Any:
     """Convert a message, or the value of a member, to JSON values."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Message):
         return value.to_json()
     if isinstance(value, StrEnum):
         return value.value
-    if value is None or isinstance(value, str | int | float):
+    if isinstance(value, str | int | float):
         return value
     if isinstance(value, datetime):
         return value.isoformat().replace("+00:00", "Z")

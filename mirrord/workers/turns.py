@@ -110,8 +110,12 @@ class Turns:
         """Return the next turn and the user it counts for; None if none may begin."""
         running = [turn.uid for turn in self._running]
         best: tuple[tuple[bool, int, int], _Turn, int | None] | None = None
+        seen: set[int | None] = set()
         for turn in self._waiting:
             for uid in turn.askers.uids or (None,):
+                if uid in seen:  # of a user the first: the others have its rank
+                    continue
+                seen.add(uid)
                 held = running.count(uid)
                 rank = (uid is None, held, self._served.get(uid, 0))
                 if held < (self._background if uid is None else self._each) and (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pygit2
+from cachetools import LRUCache
 from pygit2.enums import DescribeStrategy, ObjectType, Option, RepositoryOpenFlag
 
 from ...errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError, GitFailedError
@@ -29,6 +30,7 @@ from ..special import must_be_plain
 
 # An open repository keeps packs mapped and trees cached: 50 of them used 1.5 GB.
 _OPEN_MAX = 2
+_NAMES_KEPT = 20_000  # of trees that were read, some 5 MB
 _HEADERS: dict[int, bytes] = {
     ObjectType.COMMIT: b"commit %d\0",
     ObjectType.TREE: b"tree %d\0",
@@ -44,6 +46,8 @@ class Objects:
 
     def __init__(self, git_dir: Path) -> None:
         self.git_dir = git_dir
+        self.trees: LRUCache[Any, Any] = LRUCache(_NAMES_KEPT, getsizeof=len)
+        """The names in trees, as `BaseTree` read them: each turn on a commit reads the same."""
         self._reads_many = False
         try:
             self.repository = pygit2.Repository(str(git_dir), _FLAGS)

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import pygit2
+from cachetools import cachedmethod
 from pygit2.enums import FileMode, ObjectType
 
 from ...errors import CommitUnservableError, TooLargeError
@@ -156,6 +158,7 @@ class BaseTree:
             self._directories[directory] = names
         return names
 
+    @cachedmethod(attrgetter("_objects.trees"))
     def _read(self, tree: str) -> _Names:
         entries = _parse(self._objects, tree)
         return {name: (int(mode, 8), oid.hex()) for mode, name, oid in entries}
