@@ -33,7 +33,7 @@ _FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 _NAME = r"(?!-|/|.*(?:\.\.|@\{|//|\.lock$))[^\s~^:?*\[\\\x00-\x20\x7f]+"
 _REVISION = re.compile(rf"{_NAME}(?:[~^][0-9]{{0,9}})*")  # a branch, tag or commit, and steps back
 _REVISION_LENGTH = 250
-_NO_VALUE = frozenset(("nan", "NaN", "None", "null", "NULL", "NaT", "<NA>"))
+NO_VALUE = frozenset(("nan", "NaN", "None", "null", "NULL", "NaT", "<NA>"))
 """What pandas and `str` write for a missing value. Only an id can be one of these words."""
 OWNERS = ("user", "owner", "org", "organization")
 URLS = ("github_url", "repo_url", "github", "html_url")
@@ -96,6 +96,7 @@ STANDARD = Columns(
         "fail_to_pass": ("FAIL_TO_PASS", "fail_to_pass"),
         "pass_to_pass": ("PASS_TO_PASS", "pass_to_pass"),
         "image_name": ("image_name", "docker_image", "image"),
+        "workdir": ("workdir", "work_dir"),
         "eval_script": ("eval_script",),
         "run_script": ("run_script", "run_script.sh"),
         "parsing_script": ("parsing_script", "parser.py"),
@@ -405,7 +406,7 @@ def is_revision(text: str) -> bool:
 
 def _is_empty(field: str, value: Any) -> bool:
     """Return whether a value is missing, also as pandas and JSON's readers write it."""
-    is_word = isinstance(value, str) and field != "instance_id" and value.strip() in _NO_VALUE
+    is_word = isinstance(value, str) and field != "instance_id" and value.strip() in NO_VALUE
     return is_absent(value) or is_word
 
 

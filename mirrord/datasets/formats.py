@@ -219,13 +219,7 @@ FORMATS = (
     ),
     DatasetFormat(  # the base commit is `SHA^`
         "gso", "GSO", "opt_commit and gt_diff", _has("opt_commit", "gt_diff"),
-        STANDARD.replace(
-            {
-                "gold_commits": "opt_commit", "patch": "gt_diff",
-                "image_name": ("image_name", "instance_image_tag"),
-            },
-            {},
-        ),
+        STANDARD.replace({"gold_commits": "opt_commit", "patch": "gt_diff"}, {}),
     ),
     DatasetFormat(  # `repo` has no owner, which is in `user`
         "scale-swe", "Scale-SWE, BeyondSWE, DeNovoSWE",
@@ -242,7 +236,10 @@ FORMATS = (
     DatasetFormat(
         "commit0", "commit0", "reference_commit",
         _has("reference_commit", "base_commit"),
-        STANDARD.replace({"gold_commits": "reference_commit"}, {"instance_id": "{repo}"}),
+        STANDARD.replace(
+            {"gold_commits": "reference_commit", "python_version": "setup.python"},
+            {"instance_id": "{repo}"},
+        ),
     ),
     DatasetFormat(
         "swe-bench-pro", "SWE-bench Pro", "before_repo_set_cmd", _has("before_repo_set_cmd"),

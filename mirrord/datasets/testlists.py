@@ -21,11 +21,15 @@ _STRING = re.compile(_QUOTED)
 _NUMPY = re.compile(rf"\[\s*{_QUOTED}(?:\s+{_QUOTED})+\s*\]")
 """`['a' 'b']`: for Python this is one name, `ab`."""
 # the `repr` of numpy and pandas, from rows that were written with `str`
-_CALL = re.compile(r"(?:array|list|tuple|set|Index|Series)\((.*)\)", re.DOTALL)
+_CALL = re.compile(
+    r"(?:array|list|tuple|(?:frozen)?set|deque|dict_keys|Index|Series|ListConfig)\((.*)\)",
+    re.DOTALL,
+)
 _DTYPE = re.compile(r",\s*dtype=[\w<>'|\".]+\s*$")
 _OPENED = re.compile(r"""\[\s*(?:["'\[{(\]]|$)|[{(]\s*["'\[{(]|\[.*\]$|\{.*\}$|["']""", re.DOTALL)
 """How a list, an object or a literal begins that could not be read."""
-_SEVERAL = re.compile(r"[\w./+-]+\.\w+(?:::\w+)+(?:[,;]?[ \t]+[\w./+-]+\.\w+(?:::\w+)+)+")
+_BETWEEN = r"(?:[,;][ \t]*|[ \t]+)"
+_SEVERAL = re.compile(rf"[\w./+-]+\.\w+(?:::\w+)+(?:{_BETWEEN}[\w./+-]+\.\w+(?:::\w+)+)+")
 
 
 class NameList(NamedTuple):
@@ -85,7 +89,7 @@ def _parsed(text: str) -> tuple[Any, str]:
     if _OPENED.match(text):
         return None, "string"
     if _SEVERAL.fullmatch(text):
-        return re.split(r"[,;]?[ \t]+", text), "names in a line"
+        return re.split(_BETWEEN, text), "names in a line"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines, "a name per line" if len(lines) > 1 else "one name"
 

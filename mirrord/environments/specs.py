@@ -74,6 +74,7 @@ IMAGES = {
     "swe-bench": "swebench/sweb.eval.{arch}.{id_1776}",
     "swe-bench-multilingual": "swebench/sweb.eval.{arch}.{id_1776}",
     "swe-bench-pro": "jefzda/sweap-images:{image}",
+    "gso": "slimshetty/gso:gso.eval.{arch}.{id}",
     "multi-swe-bench": "mswebench/{owner}_m_{name}:pr-{number}",
 }
 """Where a format's images are, for rows that do not name a whole one."""

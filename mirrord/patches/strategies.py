@@ -44,6 +44,7 @@ from .fit import (
     splice,
     splice_fuzzily,
 )
+from .lfs import PointedTree, names_pointers, with_objects
 from .misfits import with_hunk
 from .parse import (
     LIMIT_BYTES,
@@ -76,7 +77,7 @@ _REFUSALS = (InvalidPatchError, PatchConflictError)
 @dataclass(frozen=True, slots=True)
 class Applied:
     """The result of a patch. `old` of a change is the entry before the patch; `notes` say which
-    submodules it moves without their files.
+    submodules it moves without their files, and which objects of LFS it names without having them.
     """
 
     changes: list[Change]
@@ -107,6 +108,10 @@ def apply_patch(
     if moved.rest != patch and not named_paths(moved.rest):
         return Applied(_changes(tree, moved.results), FoundStrategy.EXACT, moved.notes)
     patch, after = moved.rest, Patched(tree, moved.results) if moved.results else tree
+    pointed: list[PointedTree] = []
+    if names_pointers(patch):
+        pointed = [PointedTree(it, patch) for it in (after, base) if it is not None]
+        after, base = pointed[0], pointed[1] if base else None
     attempt = _Application(after, reverse, scratch, base)
     is_tolerant = strategy is ApplyStrategy.TOLERANT
     try:
@@ -118,6 +123,7 @@ def apply_patch(
                 error, after, patch, reverse=reverse, is_tolerant=is_tolerant
             ) from error
         fitted, results = applied
+    results = with_objects(results, pointed, moved.notes) if pointed else results
     return Applied(_changes(tree, moved.results | results), fitted, moved.notes)
 
 

@@ -1,10 +1,11 @@
 """Files of predictions, read row by row.
 
 Predictions are rows of SWE-bench, SWE-bench Pro, Multi-SWE-bench or OpenHands as JSON lines, a JSON
-array, or an object by instance id; or a directory of patches named after their instances, or one
-that an agent wrote: with such a file in it, or SWE-agent's `ID.pred`.
+array, or an object of rows or patches by instance id; or a directory of patches named after their
+instances, or one that an agent wrote: with such a file in it, or SWE-agent's `ID.pred`.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from .. import errors
 from ..datasets.elements import Element, iter_elements
-from ..datasets.fields import find_value
+from ..datasets.fields import NO_VALUE, find_value
 from ..jsontext import loads
 from ..quoting import quote_name
 
@@ -26,6 +27,7 @@ _PATCHES = ("model_patch", "fix_patch", "patch", "test_result.git_patch", "git_p
 """SWE-bench, Multi-SWE-bench, SWE-bench Pro, OpenHands, its archives."""
 _MODELS = ("model_name_or_path", "prefix", "metadata.llm_config.model", "model")
 _NAMES = {"instance_id", "test_result", *_PATCHES}
+_NO_PATCH = {word.encode() for word in NO_VALUE}
 _ROW_BYTES = 64 * 1024**2
 _SUFFIXES = {".patch", ".diff"}
 _COLLECTED = ("preds.json", "all_preds.jsonl", "predictions.jsonl", "output.jsonl")
@@ -103,8 +105,9 @@ def _read_directory(directory: Path) -> Iterator[Prediction | Fault]:
 
 
 def _content(patch: bytes) -> bytes:
-    """Return the patch; empty if it is only spaces, which git refuses as no patch."""
-    return patch if patch.strip() else b""
+    """Return the patch; empty if it is only spaces or a word for no value, as in a CSV file."""
+    text = patch.strip()
+    return b"" if not text or text in _NO_PATCH else patch
 
 
 def _iter_rows(file: BufferedReader) -> Iterator[Element]:
@@ -121,11 +124,25 @@ def _iter_rows(file: BufferedReader) -> Iterator[Element]:
         if not is_document and first.strip() == b"{":  # one row, over several lines
             text = file.read(_ROW_BYTES)
             file.seek(start)
-            if _decoded(text) is not None:
-                return iter([Element(text)])
+            if (value := _decoded(text)) is not None:
+                return iter(_patches_by_id(value) or [Element(text)])
     else:
         is_document = value.keys().isdisjoint(_NAMES) and not rest.strip()
+        if is_document and (patches := _patches_by_id(value)):
+            return iter(patches)
     return iter_elements(file) if is_document else map(Element, file)
+
+
+def _patches_by_id(value: dict[str, Any]) -> list[Element]:
+    """Return the rows of an object whose members are patches themselves; none of any other."""
+    if not any(isinstance(patch, str) and "\n@@ " in patch for patch in value.values()):
+        return []
+    if not value.keys().isdisjoint(_NAMES):
+        return []
+    return [
+        Element(json.dumps({"model_patch": patch}).encode(), json.dumps(name).encode())
+        for name, patch in value.items()
+    ]
 
 
 def _read_row(line: int, element: Element) -> Prediction | Fault:

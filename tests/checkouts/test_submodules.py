@@ -208,6 +208,20 @@ def test_a_checkout_has_lfs_objects_in_place_of_pointers(
     checkout.reset()
     checkout.apply(patch)
     assert checkout.diff() == patch
+    # git knows an object by its pointer, and so do the patches that it makes
+    checkout.reset()
+    patch = run(tree, "echo new >big.bin; git mv pkg/é.bin moved.bin; git diff HEAD -M").encode()
+    assert b"\n-oid sha256:" in patch
+    note = "'big.bin' is a pointer of LFS, whose object is not had"
+    with Client(world.running.socket) as client:
+        checkout.reset()
+        assert client.apply_patch(checkout.id, patch).notes == [note]
+        assert (tree / "big.bin").read_bytes().startswith(b"version ")
+        assert (tree / "moved.bin").read_bytes() == BIG
+        assert client.apply_patch(checkout.id, patch, reverse=True).notes == []
+        assert (is_right(tree), checkout.diff()) == (True, b"")
+        with client.grade("i", patch) as grade:
+            assert grade.report.notes == [note]
 
 
 def test_edits_below_a_submodule_are_edits(

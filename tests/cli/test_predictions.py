@@ -89,7 +89,16 @@ def test_rows_of_other_harnesses_are_read(tmp_path: Path, shape: str, indent: in
     assert read(tmp_path, json.dumps([row], indent=indent)) == expected
 
 
-@pytest.mark.parametrize("patch", ["NaN", "null", '""', '" \\n"'])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_patches_by_id_are_rows(tmp_path: Path, indent: int | None) -> None:
+    patch = "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-1\n+2\n"
+    assert read(tmp_path, json.dumps({"a": None, "b": patch}, indent=indent)) == [
+        Prediction(1, "a", "", b""),
+        Prediction(2, "b", "", patch.encode()),
+    ]
+
+
+@pytest.mark.parametrize("patch", ["NaN", "null", '""', '" \\n"', '"nan"', '"None"'])
 def test_what_is_no_patch_is_an_empty_one(tmp_path: Path, patch: str) -> None:
     rows = (
         '"instance_id": "i", "model_patch": %s',

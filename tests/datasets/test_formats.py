@@ -283,6 +283,8 @@ def test_a_gso_row_is_at_the_parent_of_its_answer(case: Case) -> None:
     found = read_one(case, GSO)
     assert (found["base"], found["revision"], found["patch"]) == (None, f"{GOLD}^", "d")
     assert found["commits"] == [[GOLD, "gold"]]
+    # a tag is no image: that of the format is named after the instance
+    assert read_one(case, {**GSO, "instance_image_tag": "latest"})["environment"] is None
 
 
 @pytest.mark.parametrize("column", ["golden_patch", "gold_patch"])
@@ -304,6 +306,7 @@ def test_a_commit0_row_is_named_like_its_repository(case: Case) -> None:
     found = read_one(case, COMMIT0)
     assert (found["id"], found["mirror"]) == ("commit-0/minitorch", "commit-0__minitorch")
     assert found["commits"] == [[BASE, "base"], [GOLD, "gold"]]
+    assert found["python"] == "3.12"
 
 
 @pytest.mark.parametrize(
