@@ -184,8 +184,8 @@ def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
         else:
             value_type = click.types.FuncParamType(Path) if item is Path else click.STRING
         common: dict[str, Any] = {"metavar": spec.metavar, "help": spec.help}
-        if spec.names:
-            common["shell_complete"] = partial(_complete, spec.names)
+        if names := spec.names or ("file" if item is Path else ""):
+            common["shell_complete"] = partial(_complete, names)
         common["required"] = parameter.default is inspect.Parameter.empty
         if not common["required"]:
             common["default"] = getattr(parameter.default, "value", parameter.default)
@@ -207,11 +207,15 @@ def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
 def _complete(
     names: str, ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> "list[CompletionItem]":
-    """Ask the daemon for names that begin so; without one, none are known."""
+    """Ask the daemon for names that begin so; without one, none are known. A shell lists files."""
     from click.shell_completion import CompletionItem  # noqa: PLC0415 - only completion asks
 
     from .completion import candidates  # noqa: PLC0415
 
+    if names == "file":
+        return [CompletionItem(incomplete, type="file")]
     session = ctx.obj if isinstance(ctx.obj, Session) else Session()
     offered = candidates(session, names)
+    if names == "mirror" and "/" in incomplete:  # both spellings are names of a mirror
+        offered = [(name.replace("__", "/", 1), about) for name, about in offered]
     return [CompletionItem(n, help=about) for n, about in offered if n.startswith(incomplete)]

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import click
 
@@ -33,6 +34,7 @@ def run(args: Sequence[str] | None = None) -> int:
     """Run a verb and return its exit status."""
     session = Session()
     arguments = sys.argv[1:] if args is None else args
+    session.advise = partial(_with_suggestion, session, arguments)
     try:
         os.getcwd()
     except FileNotFoundError:  # a reset replaced the current directory: enter the new one
@@ -70,10 +72,6 @@ def run(args: Sequence[str] | None = None) -> int:
         hint = None if session.debug else "report it with the output of --debug"
         bug = InternalError(f"a bug: {type(error).__name__}: {error}", hint=hint)
         failure = error if isinstance(error, MirrordError) else _fault_of_path(error) or bug
-        if isinstance(failure, NotFoundError):
-            from .suggestions import with_suggestion  # noqa: PLC0415 - only a failure asks
-
-            failure = with_suggestion(session, failure, arguments)
         session.fail(failure)
         _flush_or_drop()
         if session.debug:
@@ -82,6 +80,16 @@ def run(args: Sequence[str] | None = None) -> int:
     finally:
         session.close()
     return 0
+
+
+def _with_suggestion(
+    session: Session, arguments: Sequence[str], error: MirrordError
+) -> MirrordError:
+    if not isinstance(error, NotFoundError):
+        return error
+    from .suggestions import with_suggestion  # noqa: PLC0415 - only a failure asks
+
+    return with_suggestion(session, error, arguments)
 
 
 def _flush_or_drop() -> None:

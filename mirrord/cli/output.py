@@ -1,6 +1,7 @@
 """Tables, times and sizes as text.
 
-A pipe gets whole cells and times. On a terminal tables fit its width, and times are ages.
+A pipe gets whole cells and times. On a terminal tables fit its width, and times are ages; so the
+columns of a table stand in the order in which they are missed.
 """
 
 import os
@@ -18,7 +19,9 @@ from ..units import counted, readable_size, when
 
 T = TypeVar("T")
 
-_CELL_MIN = 8  # a cell is not cut below; a short commit and an age still say something
+_CELL_MIN = 11  # a cell is not cut below: the longest age, `in 23h 59m`, stays whole
+
+_MORE = len("  …")  # ends the header if columns are left out
 
 # seconds of each unit, largest first
 _LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -27,26 +30,29 @@ _LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 def table(
     header: Sequence[str], rows: Iterable[Sequence[object]], *, bold: bool | None = None
 ) -> Iterator[str]:
-    """Yield the lines of a table, numbers aligned right; on a terminal the header is bold, and long
-    cells are cut, but for those of the first column, which is what other verbs take.
+    """Yield the lines of a table, numbers aligned right; on a terminal the header is bold, long
+    cells are cut, but for those of the first column, which is what other verbs take, and last
+    columns without room are left out.
     """
     is_bold = sys.stdout.isatty() if bold is None else bold
     cells = [[cell(value) for value in row] for row in rows]
-    columns = range(len(header))
 
     def is_number(text: str) -> bool:
         return text == "-" or text.replace(",", "").replace(".", "", 1).isdigit()
 
-    numeric = [bool(cells) and all(is_number(row[n]) for row in cells) for n in columns]
-    widths = [max(len(line[n]) for line in [list(header), *cells]) for n in columns]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     if is_bold and bold is None:
         widths = _fit(widths, shutil.get_terminal_size().columns)
+    columns = range(len(widths))
+    numeric = [bool(cells) and all(is_number(row[n]) for row in cells) for n in columns]
     for number, row in enumerate([header, *cells]):
         texts = [_cut(row[n], widths[n]) for n in columns]
         aligned = (
             texts[n].rjust(widths[n]) if numeric[n] else texts[n].ljust(widths[n]) for n in columns
         )
         line = "  ".join(aligned).rstrip()
+        if number == 0 and len(widths) < len(header):
+            line += "  …"
         yield styled(line, "1") if number == 0 and is_bold else line
 
 
@@ -57,16 +63,19 @@ def styled(text: str, style: str) -> str:
 
 
 def _fit(widths: list[int], terminal: int) -> list[int]:
-    """Return widths at which a row has room, the widest columns cut first, if that is possible."""
-    fitted = list(widths)
-    over = sum(fitted) + 2 * (len(fitted) - 1) - terminal
-    while over > 0:
-        widest = max(range(1, len(fitted)), key=fitted.__getitem__, default=0)
-        if not widest or fitted[widest] <= _CELL_MIN:
-            break
-        fitted[widest] -= 1
-        over -= 1
+    """Return widths at which a row has room, of as many columns as have, the widest cut first."""
+    least = [widths[0], *(min(width, _CELL_MIN) for width in widths[1:])]
+    shown = len(widths)
+    while shown > 1 and _row(least[:shown]) > terminal - _MORE * (shown < len(widths)):
+        shown -= 1
+    fitted = list(widths[:shown])
+    while shown > 1 and _row(fitted) > terminal - _MORE * (shown < len(widths)):
+        fitted[max(range(1, shown), key=fitted.__getitem__)] -= 1
     return fitted
+
+
+def _row(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def _cut(text: str, width: int) -> str:

@@ -41,6 +41,8 @@ class Session:
     socket: str | None = None
     debug: bool = False
     is_paged: bool = True
+    # the error with a better hint; `main` knows the words of this invocation
+    advise: Callable[[MirrordError], MirrordError] | None = None
 
     @cached_property
     def client(self) -> mirrord.Client:
@@ -93,6 +95,7 @@ class Session:
             self.note(f"cannot show this run on the web page: {error.message}")
 
     def fail(self, error: MirrordError) -> None:
+        error = self.advise(error) if self.advise else error
         if self.json:
             print(dumps(error.problem(), default=str), file=sys.stderr)
             return

@@ -15,8 +15,9 @@ _SYNONYMS = {
     "cat": "show", "clone": "checkout", "create": "add", "del": "remove", "delete": "remove",
     "down": "release", "free": "release", "get": "show", "history": "log", "info": "show",
     "inspect": "show", "kill": "cancel", "load": "import", "logs": "events", "ls": "list",
-    "new": "add", "ps": "checkouts", "pull": "sync", "rm": "remove", "run": "exec",
-    "shell": "exec", "start": "serve", "stop": "cancel", "up": "serve", "update": "sync",
+    "instance": "dataset", "new": "add", "ps": "checkouts", "pull": "sync", "rm": "remove",
+    "run": "exec", "shell": "exec", "start": "serve", "stop": "cancel", "top": "status",
+    "up": "serve", "update": "sync",
 }  # fmt: skip
 
 # without a group, what people mean most

@@ -142,5 +142,5 @@ def exit_as_verb(ended: Operation) -> None:
 
 
 def operation_table(operations: Iterable[Operation]) -> Iterator[str]:
-    columns = "OPERATION=id KIND SUBJECT STATE PROGRESS STARTED=started_at"
+    columns = "OPERATION=id STATE KIND SUBJECT PROGRESS STARTED=started_at"
     return listing(operations, columns, PROGRESS=lambda operation: amount(operation.progress))

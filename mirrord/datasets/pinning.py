@@ -63,7 +63,8 @@ async def pin_all(
     `urls` are the upstreams of mirrors that do not exist yet, where they are not the configured.
 
     A mirror that lacks some is synced once more, unless it was just synced (`is_synced`). `commits`
-    map to their pin's reason. Progress counts commits; its note is about the last mirror.
+    map to their pin's reason. Progress counts commits, of mirrors that can be had; its
+    note is about the last mirror.
     """
     total, done = sum(map(len, (*commits.values(), *revisions.values()))), 0
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
@@ -75,7 +76,7 @@ async def pin_all(
             sink(Progress(done=done, total=total, unit="commits", note=note))
 
     async def pin_mirror(key: str) -> None:
-        nonlocal done
+        nonlocal done, total
         name, request = names[key], (commits.get(key, {}), revisions.get(key, ()))
         url = urls.get(key)
 
@@ -97,7 +98,10 @@ async def pin_all(
                 fields = {"code": error.code, "detail": error.message}
                 log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), **fields)
                 outcomes[key] = PinOutcome({ALL_COMMITS: error.message}, {})
-        done += sum(map(len, request))
+                # not done: a rate counted from what fails at once would promise too much
+                total -= sum(map(len, request))
+            else:
+                done += sum(map(len, request))
         report(name.repo)
 
     await together(pin_mirror(key) for key in names)

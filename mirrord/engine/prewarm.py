@@ -115,7 +115,9 @@ class Prewarm:
     ) -> Prewarmed:
         total, prepared, failed = len(commits), 0, 0
         for number, (name, commit) in enumerate(commits):
-            work.report(Progress(done=number, total=total, unit="commits", note=str(name)))
+            # what fails at once is not done: the rate would promise too much
+            done = Progress(done=prepared, total=total - failed, unit="commits", note=str(name))
+            work.report(done)
             if number % _CHECK_EVERY == 0 and await self.is_full():
                 log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=total - number)
                 break
@@ -130,5 +132,5 @@ class Prewarm:
             except MirrordError as error:
                 failed += 1
                 log.info("prewarm.failed", mirror=str(name), commit=commit, detail=error.message)
-        work.report(Progress(done=prepared + failed, total=total, unit="commits"))
+        work.report(Progress(done=prepared, total=total - failed, unit="commits"))
         return Prewarmed(prepared=prepared, failed=failed, left=total - prepared - failed)

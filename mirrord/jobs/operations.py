@@ -127,7 +127,7 @@ class Operations:
         if len(own) - len(ended) >= RUNNING_OF_MEMBER:
             raise errors.TooManyRequestsError(
                 f"cannot start another operation: {RUNNING_OF_MEMBER} of this user are running",
-                hint="wait for one to end, or cancel one; GET /v1/operations lists them",
+                hint="wait for one to end, or cancel one; see `mirrord operation list`",
                 retry_after=5,
             )
         for identity in ended[: max(len(ended) - KEPT_OF_MEMBER + 1, 0)]:
@@ -187,7 +187,7 @@ class Operations:
         if record is None or owner_uid not in {None, record.owner_uid}:
             raise errors.NotFoundError(
                 f"cannot find operation {shown(identity)}: none since the daemon's start",
-                hint="operations do not survive a restart; see GET /v1/operations",
+                hint="operations do not survive a restart; see `mirrord operation list`",
                 kind="operation",
             )
         return record

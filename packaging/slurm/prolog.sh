@@ -8,7 +8,7 @@ set -f
 for word in $SLURM_JOB_COMMENT $SLURM_JOB_EXTRA; do
     case $word in
     mirrord=?*)
-        timeout --kill-after=1 5 mirrord rehearse --prepare --no-wait --dataset="${word#mirrord=}"
+        timeout --kill-after=1 5 mirrord rehearse --prewarm --no-wait --dataset="${word#mirrord=}"
         break
         ;;
     esac

@@ -63,7 +63,7 @@ def test_what_is_named_must_be_there(running: Daemon, capsys: pytest.CaptureFixt
         with pytest.raises(InstanceNotFoundError):
             client.prepare_dataset("d", "i-0", "i-3")
         assert [each.kind for each in client.list_operations()] == ["dataset.import"]
-    words = ["--socket", str(running.socket), "rehearse", "--prepare", "--dataset", "d"]
+    words = ["--socket", str(running.socket), "rehearse", "--prewarm", "--dataset", "d"]
     assert run([*words, "i-0"]) == 0
     assert capsys.readouterr().out == "1 commit prepared, 0 failed, 0 left\n"
     assert run(words) == 8

@@ -109,7 +109,7 @@ def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
     )
     assert found is not None, err
     assert any(
-        line.split()[:4] == [found[1], "mirror.add", "c__stuck", "running"]
+        line.split()[:4] == [found[1], "running", "mirror.add", "c__stuck"]
         for line in site.run("status")[1].splitlines()
     )
     status, out, _ = site.run("operation", "cancel", found[1])

@@ -193,6 +193,8 @@ def test_the_help_has_a_session_and_then_four_sections(capsys: pytest.CaptureFix
         ("ls", "mirrord checkouts"),
         ("ps", "mirrord checkouts"),
         ("run", "mirrord exec"),
+        ("top", "mirrord status"),
+        ("instance show x", "mirrord dataset"),
         ("chekout", "mirrord checkout"),
         ("pins", "mirrord pin"),
         ("mirror rm a/b", "mirrord mirror remove"),
@@ -241,6 +243,10 @@ def test_no_verb_of_before_is_left() -> None:
 
 
 def _flags(verb: Verb) -> list[str]:
+    return [flag for parameter in _parameters(verb) for flag in parameter.opts]
+
+
+def _parameters(verb: Verb) -> list[click.Parameter]:
     context = click.Context(build())
     command: click.Command = build()
     for name in verb.name.split():
@@ -249,7 +255,7 @@ def _flags(verb: Verb) -> list[str]:
         assert found is not None
         command = found
     command.make_context(verb.name, [], resilient_parsing=True)
-    return [flag for each in command.params for flag in each.opts]
+    return command.params
 
 
 def test_an_option_means_one_thing_by_one_word() -> None:
@@ -262,6 +268,39 @@ def test_an_option_means_one_thing_by_one_word() -> None:
     assert {"checkout", "grade", "exec", "rehearse"} <= helps["--owner"]
     assert helps["--from"] == {"fork"}
     assert helps["--to"] == {"reset"}
+
+
+# what a parameter of such a metavar names, unless its verb's group says it
+_COMPLETED = {
+    "ID": "checkout", "INSTANCE": "instance", "KEY": "environment", "FILE": "file",
+    "PATCH": "file", "--dataset": "dataset", "--instance": "instance",
+}  # fmt: skip
+_OF_GROUPS = {
+    "operation": {"ID": "operation"},
+    "events": {"ID": ""},  # of an event
+    "layer remove": {"ID": "layer"},
+    "environment import": {"KEY": ""},  # a new one
+    **{
+        group: {"NAME": "mirror"}
+        for group in ("mirror", "ref", "pin", "audit", "heal", "layer list", "bundle")
+    },
+    **{f"dataset {verb}": {"NAME": "dataset"} for verb in ("show", "export", "remove")},
+}
+
+
+def test_what_the_daemon_or_the_shell_knows_is_completed() -> None:
+    """A parameter of several kinds completes one of them."""
+    for verb in VERBS:
+        table = dict(_COMPLETED)
+        for group, own in _OF_GROUPS.items():
+            table |= own if f"{verb.name} ".startswith(f"{group} ") else {}
+        for parameter in _parameters(verb):
+            if not parameter.expose_value or parameter.opts[0] in {"--mirror", "--name"}:
+                continue
+            words = re.findall(r"[A-Z]+", str(parameter.metavar)) + parameter.opts
+            complete = getattr(parameter._custom_shell_complete, "args", [""])[0]
+            if kinds := {table[word] for word in words if table.get(word)}:
+                assert set(complete.split(" or ")) & kinds, (verb.name, parameter.opts, kinds)
 
 
 _LOADED = "import sys\nfrom mirrord.cli.main import run\nrun(sys.argv[1:])\nprint(*sys.modules, file=sys.stderr)"
@@ -364,12 +403,13 @@ def test_the_shell_completes_verbs_and_options(words: str, expected: str) -> Non
 
 
 def test_the_shell_completes_what_the_daemon_knows(path: Path) -> None:
-    """As bash asks: mirrors, datasets, instances, checkouts; nothing without a daemon."""
+    """As bash asks: mirrors, instances, checkouts; none without a daemon. Files are the shell's."""
     routes = {
         ("GET", "/v1/instances"): lambda h: h.answer(
             [{"id": "psf__requests-1"}, {"id": "other-2"}]
         ),
         ("GET", "/v1/checkouts"): lambda h: h.answer([LEASE]),
+        ("GET", "/v1/mirrors"): lambda h: h.answer([_MIRROR]),
     }
 
     def complete(words: str) -> list[str]:
@@ -383,6 +423,8 @@ def test_the_shell_completes_what_the_daemon_knows(path: Path) -> None:
         assert complete(f"{at} checkout psf") == ["plain,psf__requests-1"]
         assert complete(f"{at} diff a") == [f"plain,{ID}"]
         assert complete(f"{at} exec p") == ["plain,psf__requests-1"]
+        assert complete(f"{at} mirror show psf/") == ["plain,psf/requests"]
+        assert complete(f"{at} dataset import ver") == ["file,ver"]
     assert complete(f"{at} checkout psf") == []
 
 
@@ -420,6 +462,10 @@ _DATASET = {
         (
             "not-found", ["dataset", "show", "verifed"],
             ("GET", "/v1/datasets/verifed"), ("GET", "/v1/datasets", [_DATASET]), "verified",
+        ),
+        (
+            "mirror-not-found", ["mirror", "sync", "psf/request"],
+            ("POST", "/v1/mirrors/psf__request/sync"), ("GET", "/v1/mirrors", [_MIRROR]), "psf__requests",
         ),
         (
             "mirror-not-found", ["mirror", "show", "psf/request"],

@@ -48,7 +48,7 @@ _PATCH_HELP = (
     "A file, - for standard input, or in the grader view @patch or @test_patch, those of the"
     " instance."
 )
-PatchArgument = Annotated[str, Argument(_PATCH_HELP, "PATCH")]
+PatchArgument = Annotated[str, Argument(_PATCH_HELP, "PATCH", "file")]
 # base 32 (RFC 4648), in small letters
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
@@ -353,8 +353,8 @@ def list_all(
 ) -> None:
     """Users see their own checkouts, administrators all."""
     held = session.client.list_checkouts(label)
-    columns = "ID INSTANCE MIRROR COMMIT=commit:short HISTORY VIEW BACKEND UID=owner_uid"
-    session.answer(held, listing(held, f"{columns} EXPIRES=expires_at PATH"))
+    columns = "ID INSTANCE EXPIRES=expires_at UID=owner_uid COMMIT=commit:short MIRROR"
+    session.answer(held, listing(held, f"{columns} HISTORY VIEW BACKEND PATH"))
 
 
 def is_id(text: str) -> bool:

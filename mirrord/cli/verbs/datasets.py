@@ -51,7 +51,7 @@ def open_sources(words: list[str]) -> Source:
 
 def add(
     session: Session,
-    sources: Annotated[list[str], Argument(_SOURCE_HELP, "SOURCE...")],
+    sources: Annotated[list[str], Argument(_SOURCE_HELP, "SOURCE...", "file")],
     name: NameOption = None,
     format_name: FormatOption = None,
     mapping: MappingOption = None,
@@ -151,9 +151,8 @@ def _warnings(imported: DatasetImported) -> Iterator[str]:
 
 def list_all(session: Session) -> None:
     datasets = session.client.list_datasets()
-    counts = "READY COMMITS=commit_count MIRRORS=mirrors:count"
-    counts += " BAD_ROWS=fault_count UNPINNED=unpinned_count"
-    columns = f"DATASET=name FORMAT {counts} IMPORTED=imported_at"
+    columns = "DATASET=name READY BAD_ROWS=fault_count UNPINNED=unpinned_count"
+    columns += " IMPORTED=imported_at FORMAT COMMITS=commit_count MIRRORS=mirrors:count"
     session.answer(datasets, listing(datasets, columns, READY=readiness_of))
 
 

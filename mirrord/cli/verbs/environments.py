@@ -22,7 +22,8 @@ def build(
     session: Session,
     names: Annotated[list[str], Argument(_NAMES_HELP, "[NAME]...")] = [],  # noqa: B006
     dataset: Annotated[
-        str | None, Option("All instances of this dataset, or the dataset of NAME.", "NAME")
+        str | None,
+        Option("All instances of this dataset, or the dataset of NAME.", "NAME", names="dataset"),
     ] = None,
     prewarm: Annotated[bool, Option("Also prepare each instance of the dataset.")] = False,
     again: Annotated[bool, Option("Retry failed builds.")] = False,
@@ -61,7 +62,7 @@ def _build_lines(report: BuildReport) -> Iterator[str]:
 def add(
     session: Session,
     source: Annotated[
-        str, Argument("TOML file with [[environment]] tables, or an image.", "FILE|IMAGE")
+        str, Argument("TOML file with [[environment]] tables, or an image.", "FILE|IMAGE", "file")
     ],
     key: Annotated[str | None, Option("Name of an image's environment.", "KEY")] = None,
     tree: Annotated[
@@ -160,6 +161,8 @@ def log(
         sys.stdout.buffer.flush()
 
 
-def remove(session: Session, keys: Annotated[list[str], Argument(_NAME_HELP, "KEY...")]) -> None:
+def remove(
+    session: Session, keys: Annotated[list[str], Argument(_NAME_HELP, "KEY...", "environment")]
+) -> None:
     """A KEY without digest removes all its builds and its imported recipe."""
     session.each(keys, session.client.remove_environment)

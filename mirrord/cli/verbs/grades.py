@@ -58,9 +58,12 @@ class PredictionOptions(NamedTuple):
 
 def grade(
     session: Session,
-    target: Annotated[str | None, Argument(_TARGET_HELP, "[ID|INSTANCE]")] = None,
+    target: Annotated[
+        str | None, Argument(_TARGET_HELP, "[ID|INSTANCE]", "checkout or instance")
+    ] = None,
     patch: Annotated[
-        str | None, Option("The agent's change, for an instance; - is standard input.", "FILE")
+        str | None,
+        Option("The agent's change, for an instance; - is standard input.", "FILE", names="file"),
     ] = None,
     predictions: Annotated[Path | None, Option(_PREDICTIONS_HELP, "PATH")] = None,
     strategy: Annotated[

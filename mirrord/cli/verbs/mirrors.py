@@ -106,8 +106,8 @@ def list_all(session: Session) -> None:
 
 
 def _mirror_table(mirrors: Iterable[Mirror]) -> Iterator[str]:
-    counts = "REFS=ref_count PINS=pin_count KEPT=kept_count SIZE=size_bytes"
-    columns = f"MIRROR=name STATE {counts} SYNCED=synced_at PROBLEM"
+    counts = "SIZE=size_bytes PINS=pin_count REFS=ref_count KEPT=kept_count"
+    columns = f"MIRROR=name STATE SYNCED=synced_at PROBLEM {counts}"
     return listing(mirrors, columns, PROBLEM=problem_of)
 
 
@@ -192,7 +192,7 @@ def list_pins(
 def log_refs(session: Session, name: MirrorArgument) -> None:
     """Newest first. Each sync that changes a ref makes a record."""
     records = session.client.log_refs(name)
-    session.answer(records, listing(records, "RECORD=id AT REFS=ref_count SUMMARY"))
+    session.answer(records, listing(records, "RECORD=id AT SUMMARY REFS=ref_count"))
 
 
 def diff_refs(session: Session, name: MirrorArgument, a: RecordArgument, b: RecordArgument) -> None:

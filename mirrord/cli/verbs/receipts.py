@@ -23,9 +23,11 @@ _SIGN_HELP = "SSH key to sign it with; for a public key the SSH agent has the pr
 
 def receipt(
     session: Session,
-    checkout_id: Annotated[str | None, Argument(ID_HELP, "[ID]")] = None,
+    checkout_id: Annotated[str | None, Argument(ID_HELP, "[ID]", "checkout")] = None,
     sign: Annotated[Path | None, Option(_SIGN_HELP, "KEYFILE")] = None,
-    verify: Annotated[str | None, Option("Receipt to verify; - is standard input.", "FILE")] = None,
+    verify: Annotated[
+        str | None, Option("Receipt to verify; - is standard input.", "FILE", names="file")
+    ] = None,
     allowed_signers: Annotated[
         Path | None, Option("Allowed signers, in the format of ssh-keygen.", "FILE")
     ] = None,

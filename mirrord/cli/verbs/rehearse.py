@@ -30,16 +30,18 @@ _REPORT_HELP = "Write the results as a page (.html); repeatable."
 _RUN_HELP = "Run the tests in the environment, before and after the gold patch."
 _LOGS_HELP = "Directory for the logs of tests (with --run); default: beside the report."
 _TIMES_HELP = "Run the tests so many times, and name those that differ (with --run)."
-_PREPARE_HELP = "Only build the templates of the dataset's instances, or of these."
+_PREWARM_HELP = "Only build the templates of the dataset's instances, or of these."
 _RESUME_HELP = "Write each result to this file, and skip instances whose result still holds."
 
 
 def rehearse(
     session: Session,
     instances: Annotated[
-        list[str] | None, Argument("Instances; default: all.", "[INSTANCE]...")
+        list[str] | None, Argument("Instances; default: all.", "[INSTANCE]...", "instance")
     ] = None,
-    dataset: Annotated[str | None, Option("All instances of this dataset.", "NAME")] = None,
+    dataset: Annotated[
+        str | None, Option("All instances of this dataset.", "NAME", names="dataset")
+    ] = None,
     jobs: Annotated[str, Option("Instances to test at a time.", "N")] = "8",
     report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
     resume: Annotated[Path | None, Option(_RESUME_HELP, "FILE")] = None,
@@ -48,7 +50,7 @@ def rehearse(
     timeout: Annotated[str, Option("Limit of a run of the tests.", "DURATION")] = "30m",
     times: Annotated[str, Option(_TIMES_HELP, "N")] = "1",
     owner: OwnerOption = None,
-    prepare: Annotated[bool, Option(_PREPARE_HELP)] = False,
+    prewarm: Annotated[bool, Option(_PREWARM_HELP)] = False,
     no_wait: NoWait = False,
 ) -> None:
     """Each instance is checked out and compared with its base commit, its seal is verified, its
@@ -58,15 +60,15 @@ def rehearse(
     Status 8 if an instance fails. An instance is "ready, but" if it works and another commit of its
     row cannot be served. Ctrl-C releases all checkouts and leaves a report of finished instances.
 
-    With --prepare nothing is tested: the daemon builds the templates, so that the next checkouts
+    With --prewarm nothing is tested: the daemon builds the templates, so that the next checkouts
     are warm. Nothing in use is evicted, so there may be no room for all (status 7). Status 8 if a
     base commit cannot be served. Ctrl-C ends the wait, not the operation.
     """
-    if prepare:
-        _prepare(session, dataset, instances or [], no_wait)
+    if prewarm:
+        _prewarm(session, dataset, instances or [], no_wait)
         return
     if no_wait:
-        raise UsageError("cannot use --no-wait without --prepare")
+        raise UsageError("cannot use --no-wait without --prewarm")
     parallel = read_jobs(jobs)
     tests: dict[str, Any] = {"run": run, "test_timeout": read_duration(timeout, "--timeout")}
     tests |= {"owner": read_owner(owner), "times": read_jobs(times, "--times")}
@@ -86,14 +88,14 @@ def rehearse(
         raise SystemExit(status)
 
 
-def _prepare(session: Session, dataset: str | None, instances: list[str], no_wait: bool) -> None:
+def _prewarm(session: Session, dataset: str | None, instances: list[str], no_wait: bool) -> None:
     if dataset is None:
-        raise UsageError("cannot prepare instances: no dataset is named", hint="add --dataset NAME")
+        raise UsageError("cannot prewarm instances: no dataset is named", hint="add --dataset NAME")
     operation = session.client.prepare_dataset(dataset, *instances)
-    exit_as(conclude(session, operation, no_wait, protocol.Prewarmed, _prepare_lines))
+    exit_as(conclude(session, operation, no_wait, protocol.Prewarmed, _prewarm_lines))
 
 
-def _prepare_lines(prewarmed: protocol.Prewarmed) -> Iterator[str]:
+def _prewarm_lines(prewarmed: protocol.Prewarmed) -> Iterator[str]:
     prepared = count(prewarmed.prepared, "commit")
     yield f"{prepared} prepared, {prewarmed.failed} failed, {prewarmed.left} left"
 

@@ -98,8 +98,10 @@ def _status_lines(
     yield from _first_rows(operation_table(running), len(running), every)
     all_mirrors = every or len(current.mirrors) <= _ROWS_SHOWN
     mirrors = [mirror for mirror in current.mirrors if all_mirrors or problem_of(mirror)]
-    columns = "MIRROR=name STATE REFS=ref_count PINS=pin_count SIZE=size_bytes SYNCED=synced_at"
-    lines = listing(mirrors, f"{columns} PROBLEM", PROBLEM=problem_of)
+    columns = (
+        "MIRROR=name STATE SYNCED=synced_at PROBLEM SIZE=size_bytes PINS=pin_count REFS=ref_count"
+    )
+    lines = listing(mirrors, columns, PROBLEM=problem_of)
     yield from _first_rows(lines, len(mirrors), every)
     all_datasets = every or len(current.datasets) <= _ROWS_SHOWN
     datasets = [
@@ -107,8 +109,8 @@ def _status_lines(
         for d in current.datasets
         if all_datasets or d.fault_count or d.unpinned_count or d.not_ready
     ]
-    columns = "DATASET=name FORMAT READY BAD_ROWS=fault_count"
-    columns += " UNPINNED=unpinned_count IMPORTED=imported_at"
+    columns = "DATASET=name READY BAD_ROWS=fault_count UNPINNED=unpinned_count"
+    columns += " IMPORTED=imported_at FORMAT"
     lines = listing(datasets, columns, READY=readiness_of)
     yield from _first_rows(lines, len(datasets), every)
     jobs = [job for job in current.jobs if every or job.last_error]
@@ -191,7 +193,7 @@ def _count_mirrors(mirrors: Sequence[Mirror]) -> str:
 def _describe_jobs(current: Status) -> str:
     planned = [(job.next_at, job.name) for job in current.jobs if job.next_at]
     first = min(planned, default=None)
-    return f"{len(current.jobs):,}{f', next {first[1]} at {when(first[0])}' if first else ''}"
+    return f"{len(current.jobs):,}{f', next {first[1]} {moment(first[0])}' if first else ''}"
 
 
 def _describe_audit(current: Status) -> str:
