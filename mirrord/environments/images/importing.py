@@ -378,8 +378,10 @@ async def _run(argv: Sequence[str], scratch: Path, timeout: timedelta) -> str | 
             f"cannot import an image: {argv[0]} is not installed",
             hint=f"install it: `apt-get install {argv[0]}`",
         )
-    # not the daemon's HOME: skopeo would take credentials of its ~/.docker/config.json
-    variables = {"PATH": os.defpath, "HOME": str(scratch), "TMPDIR": str(scratch)}
+    # not the daemon's HOME and /run: skopeo would take the credentials that it finds there, and
+    # fail for an ordinary user where only root may enter /run/containers
+    variables = dict.fromkeys(("HOME", "TMPDIR", "XDG_RUNTIME_DIR"), str(scratch))
+    variables["PATH"] = os.defpath
     tail = b""
     try:
         async with asyncio.timeout(timeout.total_seconds()):
