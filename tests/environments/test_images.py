@@ -22,6 +22,7 @@ from waiting import until
 from mirrord import Sandbox, protocol
 from mirrord.errors import (
     ConflictError,
+    DiskFullError,
     EnvironmentLeaksError,
     InvalidRequestError,
     UpstreamAuthError,
@@ -283,6 +284,19 @@ def test_a_hostile_archive_is_refused(bench: Bench, tmp_path: Path) -> None:
     assert (known.state, known.error) == ("failed", failed.detail.partition(": ")[2])
     assert not [name for name in bench.kept() if name.startswith(".building")]
     bench.remove("hostile")
+
+
+def test_a_full_disk_says_nothing_of_the_image(bench: Bench, tmp_path: Path) -> None:
+    images.oci(tmp_path / "i", [images.layer([], above=bench.root)])
+    bench.layers.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "t", bench.layers], check=True)
+    try:
+        with pytest.raises(DiskFullError):
+            bench.imported(f"oci:{tmp_path}/i", "full")
+    finally:
+        subprocess.run(["umount", bench.layers], check=True)
+    assert bench.imported(f"oci:{tmp_path}/i", "full").failed == []
+    bench.remove("full")
 
 
 def test_what_is_no_image_is_refused(bench: Bench, tmp_path: Path) -> None:

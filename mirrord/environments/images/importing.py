@@ -10,6 +10,7 @@ after a failure continues. A layer appears by one rename.
 """
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -396,6 +397,11 @@ async def _run(argv: Sequence[str], scratch: Path, timeout: timedelta) -> str | 
     # skopeo writes as logrus does: time="…" level=fatal msg="…"
     last = re.sub(r'.*level=(?:fatal|error) msg="(.*)"$', r"\1", lines[-1]) if lines else ""
     last = last.lstrip(" ⨯")  # as umoci says what failed
+    # Go's programs end with the text of the system's error
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        if status and last.endswith(os.strerror(number).lower()):
+            with full_disk_named("an image"):
+                raise OSError(number, os.strerror(number))
     return (last.replace(str(scratch), "") or f"{argv[0]} ended with {status}") if status else None
 
 
