@@ -39,13 +39,13 @@ from .pieces import HIDDEN, CopyRule, Piece, Pieces, Taken, Where, hidden_by
 
 class OverlayPaths(NamedTuple):
     """One overlay of a checkout: its mount, its upper layer, the checkout's own `layer`, and the
-    layers `below`, top first.
+    layers `below`, top first. Texts, because a worker would parse each path anew.
     """
 
-    mount: Path
-    upper: Path
+    mount: str
+    upper: str
     layer: Path | None
-    below: tuple[Path, ...]
+    below: tuple[str, ...]
     owner: Owner
 
 
@@ -104,7 +104,7 @@ def overlay_changes(paths: OverlayPaths, mirror: Path, tree_id: str) -> list[byt
     return sorted(path for path in differing | replaced if not is_control(path))
 
 
-def open_tree(tree: Path) -> int:
+def open_tree(tree: str | Path) -> int:
     """Open the mount of a checkout."""
     try:
         return open_directory(tree)

@@ -6,6 +6,7 @@ The daemon owns its files, which never change. It is kept while a lease or the r
 layer refers to it.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..places import whole_path
 from .lease import Base
 from .leases import Leases
 
+_BESIDE = ("", ".git", ".stats")
 _LAYERS = ".layers"  # below `templates`, which the mounter shows to each owner as its own
 
 
@@ -92,11 +94,8 @@ class Layers:
         for layer in layers:
             if self._leases.layers[layer] <= 0:
                 del self._leases.layers[layer]
-                path = self.path(layer)
-                # `<id>.git` is there only where tracked files changed
-                for directory in (path, path.with_suffix(".git")):
-                    gone = new_trash(path.parent)
-                    with suppress(FileNotFoundError):
-                        directory.rename(gone)
+                # `<id>.git` is there only where tracked files changed, `<id>.stats` for a fork
+                for path in (f"{self.directory}/{layer}{suffix}" for suffix in _BESIDE):
+                    if os.path.lexists(path):
+                        os.rename(path, gone := new_trash(self.directory))
                         self._trash.add(gone)
-                self._trash.remove(path.with_suffix(".stats"))

@@ -222,8 +222,12 @@ class OverlayBackend:
     def _paths(self, lease: Lease, *, of_environment: bool = False) -> OverlayPaths:
         held = self._held.get(lease.id)
         overlay = self._overlays(lease, held.template.layers if held else ())[of_environment]
-        mount, upper = lease.directory / overlay.target, lease.private / overlay.layer / "upper"
-        return OverlayPaths(mount, upper, overlay.own, overlay.below, lease.owner)
+        mount, upper = (
+            f"{lease.directory}/{overlay.target}",
+            f"{lease.private}/{overlay.layer}/upper",
+        )
+        below = tuple(map(str, overlay.below))
+        return OverlayPaths(mount, upper, overlay.own, below, lease.owner)
 
     # -- templates ---------------------------------------------------------------------------------
 

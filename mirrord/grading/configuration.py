@@ -6,6 +6,7 @@ The bytes are an agent's: a file that cannot be parsed counts as changed.
 import configparser
 import tomllib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import iniconfig
@@ -20,6 +21,9 @@ T = TypeVar("T")
 # as many sections gigabytes
 _PARSED_BYTES, _MOST_DOTS = 128 * 1024, 100
 
+# the base of many changes is one: to parse it for each was 6 % of the calls of a worker
+_read_once = lru_cache(maxsize=4)
+
 _Ini = tuple[configparser.RawConfigParser, iniconfig.IniConfig]
 
 
@@ -32,6 +36,7 @@ def sections(change: Change, context: Context, *names: str) -> str | None:
     return _differing(change, context, _read_ini, _pick, names)
 
 
+@_read_once
 def _read_ini(text: str) -> _Ini:
     parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
     parser.read_string(text)
@@ -49,6 +54,7 @@ def tables(change: Change, context: Context, *names: str) -> str | None:
     return _differing(change, context, _read_toml, _dig, names)
 
 
+@_read_once
 def _read_toml(text: str) -> Any:
     # tomllib (3.11) takes time that is quadratic in the parts of a dotted key
     if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):

@@ -70,7 +70,7 @@ def is_read_only(path: Path) -> bool:
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
-def open_directory(path: Path) -> int:
+def open_directory(path: str | Path) -> int:
     """Open a directory by a trusted path. Its last component may not be a symbolic link."""
     return os.open(path, _DIRECTORY)
 

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,7 +83,8 @@ class Watch:
             await anyio.to_thread.run_sync(self._observer.join)
 
     def _observe(self, loop: asyncio.AbstractEventLoop) -> None:
-        handler = _ChangeHandler(lambda: loop.call_soon_threadsafe(self._woken.set))
+        wake = partial(loop.call_soon_threadsafe, self._woken.set)
+        handler = _ChangeHandler(wake, self._matches)
         try:
             self._observer.schedule(handler, str(self._directory), recursive=False)
             self._observer.start()
@@ -123,13 +125,17 @@ class Watch:
 
 
 class _ChangeHandler(FileSystemEventHandler):
-    """Calls `wake` on changes, but not on `opened` events, which the watch itself causes."""
+    """Calls `wake` on changes of files that match, and not on `opened` events, which the watch
+    itself causes. A log beside the configuration would wake it 20 times a second.
+    """
 
-    def __init__(self, wake: Callable[[], object]) -> None:
-        self._wake = wake
+    def __init__(self, wake: Callable[[], object], matches: Callable[[str], bool]) -> None:
+        self._wake, self._matches = wake, matches
 
     def on_created(self, event: FileSystemEvent) -> None:
-        self._wake()
+        paths = map(os.fsdecode, (event.src_path, event.dest_path))
+        if any(self._matches(os.path.basename(path)) for path in paths):
+            self._wake()
 
     on_modified = on_moved = on_closed = on_deleted = on_created
 

@@ -78,7 +78,7 @@ class Journal:
 
 def has_journal(private: Path) -> bool:
     """Return whether a change in the checkout with this private directory was not completed."""
-    return any(os.path.lexists(private / name) for name in (_CHANGING, _CHANGED))
+    return any(os.path.lexists(f"{private}/{name}") for name in (_CHANGING, _CHANGED))
 
 
 def begin(private: Path, journal: Journal) -> None:
