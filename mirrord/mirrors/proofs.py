@@ -125,7 +125,8 @@ def _list_files(git_dir: Path) -> _Files:
     with os.scandir(git_dir / "objects") as directories:
         names = [each.name for each in directories if re.fullmatch("pack|[0-9a-f]{2}", each.name)]
     for name in names:
-        with os.scandir(git_dir / "objects" / name) as entries:
+        # maintenance, which a look without the lock may meet, removes directories that it emptied
+        with suppress(FileNotFoundError), os.scandir(git_dir / "objects" / name) as entries:
             for entry in entries:
                 if name != "pack" or entry.name.endswith((".pack", ".idx")):
                     with suppress(FileNotFoundError):

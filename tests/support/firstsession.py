@@ -149,7 +149,9 @@ def type_session(
         if shown_tree:
             command = command.replace(shown_tree, tree)
         ran = shell.try_run(command)
-        assert not _BUGS.search(ran.printed), ran
+        if _BUGS.search(ran.printed):
+            log = shell.try_run("journalctl --unit mirrord --no-pager --lines 100")
+            raise AssertionError(f"{ran}\n{log.printed}")
         if command.startswith("mirrord checkout ") and shown and ran.status == 0:
             shown_tree, tree = shown.strip(), ran.printed.strip()
         if command.startswith("id="):
