@@ -21,7 +21,7 @@ _MODULES = (
 def __dir__() -> list[str]:
     with open(f"{__file__}i", encoding="utf-8") as stub:
         names = [words[3] for words in map(str.split, stub) if words[2:3] == ["import"]]
-    return [*globals(), *names]
+    return [*names, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

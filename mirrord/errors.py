@@ -31,6 +31,11 @@ class MirrordError(Exception):
     """The base of all errors that mirrord raises on purpose.
 
     `message` is one sentence, `hint` the remedy. `facts` are JSON values, members of the problem.
+
+        try:
+            mirrord.checkout("psf__requests-2317")
+        except NotFoundError as error:
+            print(error.code, error.message, error.hint)
     """
 
     code: ClassVar[str] = "internal"
@@ -55,6 +60,7 @@ class MirrordError(Exception):
             name = re.sub("(?<=.)(?=[A-Z])", "-", cls.__name__.removesuffix("Error"))
             cls.title, cls.code = title, code or name.lower()
             cls.http_status, cls.exit_status = status or cls.http_status, exits or cls.exit_status
+            cls.__doc__ = f"{title}: `{cls.code}`, HTTP {cls.http_status}, exit {cls.exit_status}."
             _CLASSES[cls.code] = cls
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -192,6 +192,8 @@ class SteeringKind(StrEnum):
 
 
 class AuditLevel(StrEnum):
+    """How deep an audit looks: refs and pins, the closure of each commit, or its content too."""
+
     QUICK = "quick"
     CLOSURE = "closure"
     CONTENT = "content"

@@ -320,6 +320,8 @@ class Proof(Answer):
 
 
 class ResetAnswer(Checkout):
+    """A checkout after a reset, with its proof."""
+
     proof: Proof
 
 
@@ -365,6 +367,8 @@ class ApplyAnswer(Checkout):
 
 
 class RestoreAnswer(Answer):
+    """The paths that were restored."""
+
     paths: list[GitName]
 
 
@@ -386,6 +390,8 @@ class Proven(Answer):
 
 
 class Digest(Answer):
+    """Size and hash of content that is not sent along."""
+
     bytes: int
     sha256: str
 
@@ -473,6 +479,8 @@ class ReceiptReport(Answer):
 
 
 class SealLeak(Answer):
+    """Something beyond the history, and where it was found."""
+
     kind: str
     detail: str
 

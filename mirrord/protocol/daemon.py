@@ -171,6 +171,8 @@ class Operation(Answer):
 
 
 class Health(Answer):
+    """Whether the daemon can serve, and the reasons if it is degraded."""
+
     status: Literal["ok", "degraded"]
     reasons: list[str] = []
     version: str
@@ -178,6 +180,8 @@ class Health(Answer):
 
 
 class JobState(Answer):
+    """Scheduled work: when it ran and runs next, and the error of the last run."""
+
     name: str
     next_at: datetime | None = None
     last_at: datetime | None = None
@@ -223,6 +227,8 @@ class FleetStatus(Answer):
 
 
 class Status(Answer):
+    """The state of the daemon at a glance."""
+
     version: str
     pid: int
     uid: int

@@ -83,6 +83,8 @@ class Image(Answer):
 
 
 class FailedBuild(Answer):
+    """A build that failed, and why."""
+
     key: str
     detail: str
 

@@ -115,6 +115,8 @@ class RefRecord(Answer):
 
 
 class RefDiff(Answer):
+    """What changed between two records of the ref history, `a` and `b`."""
+
     mirror: str
     a: str
     b: str
@@ -263,6 +265,8 @@ class AmbiguousInstance(Answer):
 
 
 class RecordedCommit(Answer):
+    """A commit that an instance records, and what for."""
+
     commit: str
     role: model.CommitRole
 
@@ -310,6 +314,8 @@ class InstanceName(Answer):
 
 
 class FormatInfo(Answer):
+    """A format of datasets, and the columns by which it is detected."""
+
     name: str
     title: str
     detected_by: str
@@ -413,6 +419,8 @@ class Audit(Answer):
 
 
 class AuditSummary(Answer):
+    """The last audit as the status has it: counts, without findings."""
+
     id: str
     level: model.AuditLevel
     finished_at: datetime

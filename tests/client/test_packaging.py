@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -132,7 +133,8 @@ def test_the_client_alone_talks_to_a_daemon(environment: Path) -> None:
 def test_the_examples_of_the_documents_pass_strict_type_checks(
     environment: Path, tmp_path: Path
 ) -> None:
-    """As a harness that installed the client would check them."""
+    """As a harness that installed the client would check them; and of the docstrings."""
+    (tmp_path / "docstrings.py").write_text(_examples_of_docstrings())
     for document in ("README.md", "packaging/client/README.md"):
         examples = re.findall(r"```python\n(.*?)```", (PROJECT / document).read_text(), re.DOTALL)
         assert examples, document
@@ -141,6 +143,42 @@ def test_the_examples_of_the_documents_pass_strict_type_checks(
             (tmp_path / f"of_{len(document)}_{number}.py").write_text(head + example)
     examined = map(str, sorted(tmp_path.glob("*.py")))
     _run(sys.executable, *_mypy(environment), *examined, cwd=tmp_path)
+
+
+_HANDLES = ("Client", "Checkout", "Grade", "Rehearsal", "Sandbox")
+
+
+def _examples_of_docstrings() -> str:
+    """Return the examples of exported classes as functions; a handle is called as its class is."""
+    lines = ["from mirrord import *"]
+    for name in dir(mirrord):
+        public = getattr(mirrord, name)
+        text = inspect.cleandoc(vars(public)["__doc__"]) if isinstance(public, type) else ""
+        examples = re.findall(r"(?:^    .*\n?)+", text, re.MULTILINE)
+        assert examples or name.removeprefix("Async") not in _HANDLES, name
+        prefix = "Async" if name.startswith("Async") else ""
+        given = [f"mirrord: {prefix}Client"]
+        given += [f"{handle.lower()}: {prefix}{handle}" for handle in _HANDLES[1:]]
+        for example in examples:
+            start = f"{'async ' * bool(prefix)}def _({', '.join(given)}) -> None:"
+            lines += [start, example]
+    names = [name for name in dir(mirrord) if re.search(rf"\b{name}\b", "\n".join(lines))]
+    return "\n".join([f"from mirrord import {', '.join(names)}", *lines[1:]])
+
+
+def test_the_public_names_explain_themselves() -> None:
+    """All that `dir` lists is for those who import it, with a docstring of its own."""
+    names = [name for name in dir(mirrord) if name != "__version__"]
+    assert len(names) > 150
+    for name in names:
+        public = getattr(mirrord, name)
+        text = vars(public)["__doc__"]
+        assert text, name
+        assert not text.startswith(f"{name}("), name  # what a dataclass is given
+    for handle in _HANDLES:
+        for prefix in ("", "Async"):
+            for name, member in vars(getattr(mirrord, prefix + handle)).items():
+                assert name.startswith("_") or inspect.getdoc(member), name
 
 
 def test_the_public_names_have_types_for_those_who_import_them(

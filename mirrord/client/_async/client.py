@@ -41,6 +41,11 @@ class AsyncClient:
 
     Methods raise subclasses of MirrordError: NoDaemonError if no daemon answers, DeadlineError
     after `timeout`, else the error that the daemon reports.
+
+        async with AsyncClient() as mirrord:
+            await mirrord.wait(await mirrord.import_dataset("verified.jsonl"))
+            async with mirrord.checkout("psf__requests-2317") as checkout:
+                patch = await checkout.diff()
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class AsyncClient:
         return await self._get(protocol.Health, "health", accepted=(503,))
 
     async def status(self) -> protocol.Status:
+        """Return the state of the daemon: mirrors, datasets, counts, jobs, the last audit."""
         return await self._get(protocol.Status, "status")
 
     async def activity(self, *, history: bool = False) -> protocol.Activity:
@@ -129,9 +135,11 @@ class AsyncClient:
     # -- mirrors
 
     async def list_mirrors(self) -> list[protocol.Mirror]:
+        """Return all mirrors."""
         return await self._list(protocol.Mirror, "mirrors")
 
     async def get_mirror(self, name: str) -> protocol.Mirror:
+        """Return a mirror, by owner/name or owner__name."""
         return await self._get(protocol.Mirror, "mirrors", _mirror(name))
 
     async def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
@@ -163,6 +171,7 @@ class AsyncClient:
         return await self._post(protocol.CredentialCheck, "credentials", "check", body=body)
 
     async def remove_mirror(self, name: str) -> None:
+        """Remove a mirror that no pin or checkout needs."""
         await self._connection.request("DELETE", "mirrors", _mirror(name))
 
     async def log_refs(self, name: str) -> list[protocol.RefRecord]:
@@ -219,6 +228,7 @@ class AsyncClient:
     # -- pins
 
     async def list_pins(self, mirror: str | None = None) -> list[protocol.Pin]:
+        """Return the pins of a mirror, or of all."""
         return await self._list(protocol.Pin, "pins", mirror=mirror)
 
     async def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
@@ -233,9 +243,11 @@ class AsyncClient:
     # -- datasets
 
     async def list_datasets(self) -> list[protocol.Dataset]:
+        """Return all datasets."""
         return await self._list(protocol.Dataset, "datasets")
 
     async def get_dataset(self, name: str) -> protocol.Dataset:
+        """Return a dataset: what it records, what of it is ready, and why the rest is not."""
         return await self._get(protocol.Dataset, "datasets", name)
 
     async def import_dataset(
@@ -287,6 +299,7 @@ class AsyncClient:
         await self._connection.request("DELETE", "datasets", name)
 
     async def list_formats(self) -> list[protocol.FormatInfo]:
+        """Return the formats of datasets."""
         return await self._list(protocol.FormatInfo, "datasets", "formats")
 
     async def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
@@ -314,9 +327,11 @@ class AsyncClient:
         return await self._start(protocol.StartAudit, "audits", **scope, level=level, heal=heal)
 
     async def list_audits(self) -> list[protocol.Audit]:
+        """Return recent audits, newest first."""
         return await self._list(protocol.Audit, "audits")
 
     async def get_audit(self, audit: str) -> protocol.Audit:
+        """Return an audit with its findings and repairs."""
         return await self._get(protocol.Audit, "audits", audit)
 
     async def list_reports(self) -> list[protocol.Report]:
@@ -324,6 +339,7 @@ class AsyncClient:
         return await self._list(protocol.Report, "reports")
 
     async def add_report(self, report: protocol.AddReport) -> protocol.Report:
+        """Show a report of a rehearsal or grading on the daemon's page."""
         return await self._post(protocol.Report, "reports", body=report)
 
     async def start_heal(self, *mirrors: str) -> protocol.Operation:
@@ -341,6 +357,7 @@ class AsyncClient:
     # -- environments
 
     async def list_environments(self) -> list[protocol.Environment]:
+        """Return environments, and builds that failed."""
         return await self._list(protocol.Environment, "environments")
 
     async def get_environment(self, name: str) -> protocol.Environment:
@@ -492,9 +509,11 @@ class AsyncClient:
         return await self._post(protocol.Snapshot, "checkouts", checkout, "snapshots", body=body)
 
     async def list_snapshots(self, checkout: str) -> list[protocol.Snapshot]:
+        """Return the snapshots of a checkout, oldest first."""
         return await self._list(protocol.Snapshot, "checkouts", checkout, "snapshots")
 
     async def remove_snapshot(self, checkout: str, name: str) -> None:
+        """Remove a snapshot of a checkout; forks of it stay."""
         await self._connection.request("DELETE", "checkouts", checkout, "snapshots", name)
 
     async def save_layer(self, checkout: str, name: str) -> protocol.PreparedLayer:
@@ -520,6 +539,7 @@ class AsyncClient:
         return await self._list(protocol.Checkout, "checkouts", label=label)
 
     async def get_checkout(self, checkout: str) -> protocol.Checkout:
+        """Return the lease of a checkout."""
         return await self._get(protocol.Checkout, "checkouts", checkout)
 
     async def reset_checkout(
@@ -541,6 +561,7 @@ class AsyncClient:
     async def renew_checkout(
         self, checkout: str, ttl: timedelta | float | str | None = None
     ) -> protocol.Checkout:
+        """Renew the lease of a checkout for `ttl`; returns it with its new deadline."""
         body = http.message(protocol.RenewCheckout, ttl=http.seconds_of(ttl))
         lease = await self._post(protocol.Checkout, "checkouts", checkout, "renew", body=body)
         self._renewal.move(lease.id, lease.expires_at)
@@ -578,6 +599,7 @@ class AsyncClient:
         return await self._post(protocol.ApplyAnswer, "checkouts", checkout, "apply", **query)
 
     async def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
+        """Restore files of a pinned commit in a checkout (grader view); returns their paths."""
         body = http.message(protocol.RestorePaths, commit=commit, paths=list(paths))
         path = ("checkouts", checkout, "restore")
         return (await self._post(protocol.RestoreAnswer, *path, body=body)).paths
@@ -706,6 +728,7 @@ class AsyncClient:
         return descriptors[0]
 
     async def release_checkout(self, checkout: str) -> None:
+        """Release a checkout by its id; raises CheckoutNotFoundError if it is gone."""
         # before the request: the renewal of a lease that is gone would be logged as a failure
         self._renewal.drop(checkout)
         await self._connection.request("DELETE", "checkouts", checkout)
@@ -779,12 +802,15 @@ class AsyncClient:
     # -- operations and events
 
     async def list_operations(self) -> list[protocol.Operation]:
+        """Return your operations, newest first; for administrators all."""
         return await self._list(protocol.Operation, "operations")
 
     async def get_operation(self, operation: str) -> protocol.Operation:
+        """Return an operation, by its id."""
         return await self._get(protocol.Operation, "operations", operation)
 
     async def cancel_operation(self, operation: str) -> protocol.Operation:
+        """Cancel an operation; what is finished of it stays."""
         response = await self._connection.request("DELETE", "operations", operation)
         return http.read_one(response, protocol.Operation)
 

@@ -37,6 +37,10 @@ class AsyncRehearsal:
     """The instances of a rehearsal, `candidates`, with facts about their mirrors.
 
     Candidates are ordered by date, so that templates are built from those of near commits.
+
+        rehearsal = await mirrord.rehearsal(dataset="verified")
+        for candidate in rehearsal.candidates:
+            print(await rehearsal.rehearse(candidate))
     """
 
     def __init__(

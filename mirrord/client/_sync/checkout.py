@@ -41,8 +41,14 @@ class Checkout:
     """A leased working tree; leaving the `with` block releases it.
 
     The daemon releases it at `expires_at` (aware UTC). With `auto_renew` the client renews the
-    lease as long as this handle exists. Methods raise subclasses of MirrordError, such as
-    CheckoutNotFoundError once the lease has ended; `lease` is the daemon's last answer.
+    lease in the background, as long as process, client and this handle live: also under a program
+    that hangs. Methods raise subclasses of MirrordError, such as CheckoutNotFoundError once the
+    lease has ended; `lease` is the daemon's last answer.
+
+        with mirrord.checkout("psf__requests-2317", ttl="10m") as checkout:
+            (checkout.path / "setup.cfg").unlink()
+            patch = checkout.diff()
+            proof = checkout.reset()
     """
 
     def __init__(self, client: Client, lease: protocol.Checkout, ttl: float | None) -> None:
@@ -309,6 +315,10 @@ class Grade(Checkout):
     """A checkout with the base commit, the agent's change and the instance's tests.
 
     `report` is the daemon's full answer.
+
+        with checkout.grade(policy="drop") as grade:
+            for change in grade.steering:
+                print(change.rule, change.path)
     """
 
     def __init__(self, client: Client, report: protocol.Grade, ttl: float | None) -> None:

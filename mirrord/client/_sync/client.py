@@ -42,6 +42,11 @@ class Client:
 
     Methods raise subclasses of MirrordError: NoDaemonError if no daemon answers, DeadlineError
     after `timeout`, else the error that the daemon reports.
+
+        with Client() as mirrord:
+            mirrord.wait(mirrord.import_dataset("verified.jsonl"))
+            with mirrord.checkout("psf__requests-2317") as checkout:
+                patch = checkout.diff()
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Client:
         return self._get(protocol.Health, "health", accepted=(503,))
 
     def status(self) -> protocol.Status:
+        """Return the state of the daemon: mirrors, datasets, counts, jobs, the last audit."""
         return self._get(protocol.Status, "status")
 
     def activity(self, *, history: bool = False) -> protocol.Activity:
@@ -130,9 +136,11 @@ class Client:
     # -- mirrors
 
     def list_mirrors(self) -> list[protocol.Mirror]:
+        """Return all mirrors."""
         return self._list(protocol.Mirror, "mirrors")
 
     def get_mirror(self, name: str) -> protocol.Mirror:
+        """Return a mirror, by owner/name or owner__name."""
         return self._get(protocol.Mirror, "mirrors", _mirror(name))
 
     def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
@@ -162,6 +170,7 @@ class Client:
         return self._post(protocol.CredentialCheck, "credentials", "check", body=body)
 
     def remove_mirror(self, name: str) -> None:
+        """Remove a mirror that no pin or checkout needs."""
         self._connection.request("DELETE", "mirrors", _mirror(name))
 
     def log_refs(self, name: str) -> list[protocol.RefRecord]:
@@ -218,6 +227,7 @@ class Client:
     # -- pins
 
     def list_pins(self, mirror: str | None = None) -> list[protocol.Pin]:
+        """Return the pins of a mirror, or of all."""
         return self._list(protocol.Pin, "pins", mirror=mirror)
 
     def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
@@ -232,9 +242,11 @@ class Client:
     # -- datasets
 
     def list_datasets(self) -> list[protocol.Dataset]:
+        """Return all datasets."""
         return self._list(protocol.Dataset, "datasets")
 
     def get_dataset(self, name: str) -> protocol.Dataset:
+        """Return a dataset: what it records, what of it is ready, and why the rest is not."""
         return self._get(protocol.Dataset, "datasets", name)
 
     def import_dataset(
@@ -286,6 +298,7 @@ class Client:
         self._connection.request("DELETE", "datasets", name)
 
     def list_formats(self) -> list[protocol.FormatInfo]:
+        """Return the formats of datasets."""
         return self._list(protocol.FormatInfo, "datasets", "formats")
 
     def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
@@ -313,9 +326,11 @@ class Client:
         return self._start(protocol.StartAudit, "audits", **scope, level=level, heal=heal)
 
     def list_audits(self) -> list[protocol.Audit]:
+        """Return recent audits, newest first."""
         return self._list(protocol.Audit, "audits")
 
     def get_audit(self, audit: str) -> protocol.Audit:
+        """Return an audit with its findings and repairs."""
         return self._get(protocol.Audit, "audits", audit)
 
     def list_reports(self) -> list[protocol.Report]:
@@ -323,6 +338,7 @@ class Client:
         return self._list(protocol.Report, "reports")
 
     def add_report(self, report: protocol.AddReport) -> protocol.Report:
+        """Show a report of a rehearsal or grading on the daemon's page."""
         return self._post(protocol.Report, "reports", body=report)
 
     def start_heal(self, *mirrors: str) -> protocol.Operation:
@@ -340,6 +356,7 @@ class Client:
     # -- environments
 
     def list_environments(self) -> list[protocol.Environment]:
+        """Return environments, and builds that failed."""
         return self._list(protocol.Environment, "environments")
 
     def get_environment(self, name: str) -> protocol.Environment:
@@ -491,9 +508,11 @@ class Client:
         return self._post(protocol.Snapshot, "checkouts", checkout, "snapshots", body=body)
 
     def list_snapshots(self, checkout: str) -> list[protocol.Snapshot]:
+        """Return the snapshots of a checkout, oldest first."""
         return self._list(protocol.Snapshot, "checkouts", checkout, "snapshots")
 
     def remove_snapshot(self, checkout: str, name: str) -> None:
+        """Remove a snapshot of a checkout; forks of it stay."""
         self._connection.request("DELETE", "checkouts", checkout, "snapshots", name)
 
     def save_layer(self, checkout: str, name: str) -> protocol.PreparedLayer:
@@ -519,6 +538,7 @@ class Client:
         return self._list(protocol.Checkout, "checkouts", label=label)
 
     def get_checkout(self, checkout: str) -> protocol.Checkout:
+        """Return the lease of a checkout."""
         return self._get(protocol.Checkout, "checkouts", checkout)
 
     def reset_checkout(
@@ -540,6 +560,7 @@ class Client:
     def renew_checkout(
         self, checkout: str, ttl: timedelta | float | str | None = None
     ) -> protocol.Checkout:
+        """Renew the lease of a checkout for `ttl`; returns it with its new deadline."""
         body = http.message(protocol.RenewCheckout, ttl=http.seconds_of(ttl))
         lease = self._post(protocol.Checkout, "checkouts", checkout, "renew", body=body)
         self._renewal.move(lease.id, lease.expires_at)
@@ -577,6 +598,7 @@ class Client:
         return self._post(protocol.ApplyAnswer, "checkouts", checkout, "apply", **query)
 
     def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
+        """Restore files of a pinned commit in a checkout (grader view); returns their paths."""
         body = http.message(protocol.RestorePaths, commit=commit, paths=list(paths))
         path = ("checkouts", checkout, "restore")
         return (self._post(protocol.RestoreAnswer, *path, body=body)).paths
@@ -699,6 +721,7 @@ class Client:
         return descriptors[0]
 
     def release_checkout(self, checkout: str) -> None:
+        """Release a checkout by its id; raises CheckoutNotFoundError if it is gone."""
         # before the request: the renewal of a lease that is gone would be logged as a failure
         self._renewal.drop(checkout)
         self._connection.request("DELETE", "checkouts", checkout)
@@ -772,12 +795,15 @@ class Client:
     # -- operations and events
 
     def list_operations(self) -> list[protocol.Operation]:
+        """Return your operations, newest first; for administrators all."""
         return self._list(protocol.Operation, "operations")
 
     def get_operation(self, operation: str) -> protocol.Operation:
+        """Return an operation, by its id."""
         return self._get(protocol.Operation, "operations", operation)
 
     def cancel_operation(self, operation: str) -> protocol.Operation:
+        """Cancel an operation; what is finished of it stays."""
         response = self._connection.request("DELETE", "operations", operation)
         return http.read_one(response, protocol.Operation)
 

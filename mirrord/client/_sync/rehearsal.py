@@ -38,6 +38,10 @@ class Rehearsal:
     """The instances of a rehearsal, `candidates`, with facts about their mirrors.
 
     Candidates are ordered by date, so that templates are built from those of near commits.
+
+        rehearsal = mirrord.rehearsal(dataset="verified")
+        for candidate in rehearsal.candidates:
+            print(rehearsal.rehearse(candidate))
     """
 
     def __init__(

@@ -64,6 +64,10 @@ class Sandbox:
     `isolation` demands that; without it, the sandbox has the best that this place allows, and warns
     where that is weaker than namespaces. Without them the paths are those of the host: `at` says
     which.
+
+        with Sandbox(checkout) as sandbox:
+            done = sandbox.exec("python -m pytest -q", timeout=600)
+            print(done.exit_code, done.stdout.decode())
     """
 
     def __init__(
