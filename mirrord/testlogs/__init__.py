@@ -1,5 +1,7 @@
 """Test logs: the outcome of each test. Standard library only; no I/O."""
 
+import re
+
 from . import documents, lines, python, scripts
 from .outcomes import (
     Miss,
@@ -52,8 +54,12 @@ _REPOSITORIES = {"pvlib-python": "pvlib", "scikit-learn": "scikit"}
 
 
 def find_parser(name: str) -> Parser | None:
-    """Find a parser by name, with or without SWE-bench's prefix `parse_log_`."""
-    return _PARSERS.get(name.removeprefix("parse_log_"))
+    """Find a parser by name, with or without a prefix of SWE-bench or SWE-rebench."""
+    return _PARSERS.get(_without_prefix(name))
+
+
+def _without_prefix(name: str) -> str:
+    return re.sub(r"^parse_(?:logs?_)?", "", name)
 
 
 def parser_names() -> list[str]:
@@ -63,7 +69,7 @@ def parser_names() -> list[str]:
 
 def takes_files(name: str) -> bool:
     """Return whether a parser's runner gets the files of the tests as arguments."""
-    return name.removeprefix("parse_log_") in python.PARSERS
+    return _without_prefix(name) in python.PARSERS
 
 
 def parser_of_repo(repo: str) -> str:

@@ -4,6 +4,7 @@ doctest's of C++.
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from xml.etree import ElementTree
 
 from .outcomes import Outcome, Outcomes, Parser
@@ -25,12 +26,12 @@ def _iter_documents(log: str, tags: str) -> Iterator[ElementTree.Element]:
             continue
 
 
-def _junit(log: str) -> Outcomes:
+def _junit(log: str, between: str = " ") -> Outcomes:
     """Read `<testcase>`s, named `class name`, or `name` where they have no class."""
     outcomes: Outcomes = {}
     for document in _iter_documents(log, "testsuites|testsuite"):
         for case in document.iter("testcase"):
-            name = " ".join(filter(None, (case.get("classname"), case.get("name"))))
+            name = between.join(filter(None, (case.get("classname"), case.get("name"))))
             kinds = [_KINDS[child.tag] for child in case if child.tag in _KINDS]
             outcomes[name] = kinds[0] if kinds else Outcome.PASSED
     return outcomes
@@ -53,4 +54,9 @@ def _doctest(log: str) -> Outcomes:
     return outcomes
 
 
-PARSERS: dict[str, Parser] = {"junit": _junit, "doctest": _doctest}
+_junit_of_rebench = partial(_junit, between="::")
+PARSERS: dict[str, Parser] = {
+    "junit": _junit,
+    "doctest": _doctest,
+    **dict.fromkeys(("combined_test_reports", "r_junit"), _junit_of_rebench),
+}

@@ -259,6 +259,13 @@ _RUBY_UNIT = _by_line(
     {".": PASSED, "F": FAILED, "E": ERROR, "O": SKIPPED, "P": SKIPPED, "N": SKIPPED},
 )
 
+_DOTNET = _by_line(
+    r"(?P<word>Passed|Failed|Skipped)\s+(?P<name>\S.*?)"
+    r"(?:\s+\[(?:< )?[\d.]+ ?(?:ms|s|m)[^\]]*\])?$",
+    {"Passed": PASSED, "Failed": FAILED, "Skipped": SKIPPED},
+)
+
+
 PARSERS: dict[str, Parser] = {
     "gotest": _by_line(
         r"--- (?P<word>PASS|FAIL|SKIP): (?P<name>.+) \([\d.]+s\)$",
@@ -317,11 +324,18 @@ PARSERS: dict[str, Parser] = {
             {"OK": PASSED, "FAILED": FAILED, "SKIPPED": SKIPPED, "ERROR": ERROR},
         ),
     ),
-    "dotnet": _by_line(
-        r"(?P<word>Passed|Failed|Skipped)\s+(?P<name>\S.*?)"
-        r"(?:\s+\[(?:< )?[\d.]+ ?(?:ms|s|m)[^\]]*\])?$",
-        {"Passed": PASSED, "Failed": FAILED, "Skipped": SKIPPED},
+    "dotnet": _DOTNET,
+    "csharp": _DOTNET,
+    # ExUnit's --trace; the list of failures, with their modules, comes last
+    "elixir": _both(
+        _by_line(r"\* test (?P<name>.+?) (?:\([\d.]+ms\) )?(?P<word>\[)L#\d+\]$", {"[": PASSED}),
+        _by_line(r"\* test (?P<name>.+?) \((?P<word>skipped)\) \[L#\d+\]$", {"skipped": SKIPPED}),
+        _by_line(r"\d+(?P<word>\)) +test (?P<name>.+) \([^()]+\)$", {")": FAILED}),
+    ),
+    "swift": _by_line(
+        r"Test Case '(?P<name>[^']+)' (?P<word>passed|failed|skipped) \([\d.]+ seconds\)",
+        {"passed": PASSED, "failed": FAILED, "skipped": SKIPPED},
     ),
     "sbt": _sbt,
 }
-"""Parsers by name, without SWE-bench's prefix `parse_log_`."""
+"""Parsers by name, without a prefix such as SWE-bench's `parse_log_`."""

@@ -136,10 +136,29 @@ def _sympy(log: str) -> Outcomes:
     return outcomes
 
 
+_NEBO = re.compile(
+    r"(?:\[gw\d+\] +\[[^\]]*\] +)?(?P<first>PASSED|FAILED|SKIPPED|ERROR) +(?P<named>\S.*)$"
+    r"|(?P<name>\S.*?) +(?P<last>PASSED|FAILED|SKIPPED|ERROR) +\[[^\]]*\]"
+)
+
+
+def _nebo(log: str) -> Outcomes:
+    """Read lines of `pytest -v`, also of xdist's workers, with their duration; for SWE-rebench."""
+    outcomes: Outcomes = {}
+    for line in log.split("\n"):
+        if match := _NEBO.match(line.strip()):
+            named = (match["name"] or match["named"]).partition(" in ")[0].partition(" - ")[0]
+            outcomes[named.strip()] = Outcome[match["first"] or match["last"]]
+    return outcomes
+
+
 PARSERS: dict[str, Parser] = {
     "pytest": _pytest,
     "pytest_options": _pytest_paths,
     "pytest_v2": _pytest_full_ids,
+    "pytest_nebo": _nebo,
+    "pydantic": _pytest,
+    "dvc": _pytest,
     "unittest": _unittest,
     "django": _unittest,
     "matplotlib": _matplotlib,

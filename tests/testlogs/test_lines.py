@@ -31,6 +31,31 @@ test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out
    Doc-tests x
 test src/lib.rs - f (line 1) ... ok
 """
+ELIXIR = """
+  * test adds two (2) (0.01ms) [L#4]
+  * test is skipped (skipped) [L#9]
+  * test raises (12.3ms) [L#14]
+  * test slow [L#20]
+
+  1) test raises (AppTest)
+     test/app_test.exs:14
+"""
+SWIFT = """
+Test Case 'AppTests.testOk' started at 2025-01-01 00:00:00.000
+Test Case 'AppTests.testOk' passed (0.001 seconds)
+Test Case 'AppTests.testBad' failed (0.02 seconds)
+"""
+R_JUNIT = """
+<?xml version="1.0" encoding="UTF-8"?>
+<testsuites><testsuite name="adds"><testcase classname="adds" name="works"/>
+<testcase classname="adds" name="breaks"><failure>no</failure></testcase></testsuite></testsuites>
+"""
+NEBO = """
+[gw1] [ 25%] PASSED t.py::a
+t.py::b[x y] FAILED [ 50%] in 0.12s
+SKIPPED t.py::c in 0.01s
+ERROR t.py::d - ValueError: x
+"""
 JEST = """
 FAIL t/a.test.js
   outer
@@ -237,6 +262,20 @@ DOCTEST = """
             "parse_log_cargo", CARGO,
             {"tests::ign": SKIPPED, "tests::ok": PASSED, "tests::bad": FAILED}
             | {"tests::sp": PASSED, "src/lib.rs - f (line 1)": PASSED},
+        ),
+        (
+            "parse_log_elixir", ELIXIR,
+            {"adds two (2)": PASSED, "is skipped": SKIPPED, "raises": FAILED, "slow": PASSED},
+        ),
+        (
+            "parse_log_swift", SWIFT,
+            {"AppTests.testOk": PASSED, "AppTests.testBad": FAILED},
+        ),
+        ("parse_logs_r_junit", R_JUNIT, {"adds::works": PASSED, "adds::breaks": FAILED}),
+        ("parse_combined_test_reports", R_JUNIT, {"adds::works": PASSED, "adds::breaks": FAILED}),
+        (
+            "parse_log_pytest_nebo", NEBO,
+            {"t.py::a": PASSED, "t.py::b[x y]": FAILED, "t.py::c": SKIPPED, "t.py::d": ERROR},
         ),
         ("jest", JEST, {"passes (a) thing": PASSED, "fails here": FAILED, "is skipped": SKIPPED}),
         (
