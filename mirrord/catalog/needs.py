@@ -73,12 +73,15 @@ def put_compositions(connection: Connection, dataset_id: int, compositions: Comp
     for identity, base, name in connection.execute(select(*columns).where(is_own)):
         based.setdefault((name.lower(), base), []).append(identity)
     new, rows = [], set[tuple[str, str, str, str]]()
-    if compositions:
+    keys = select(needs.c.mirror_key, needs.c.commit_id)
+    present = ((key, CommitId(commit)) for key, commit in connection.execute(keys))
+    stale = [pair for pair in present if pair in compositions]
+    if stale:
         is_it = and_(
             needs.c.mirror_key == sa.bindparam("k"), needs.c.commit_id == sa.bindparam("c")
         )
-        keys = [{"k": key, "c": commit} for key, commit in compositions]
-        connection.execute(sa.delete(needs).where(is_it), keys)
+        pairs = [{"k": key, "c": commit} for key, commit in stale]
+        connection.execute(sa.delete(needs).where(is_it), pairs)
     for (key, commit), composition in compositions.items():
         if composition != Composition():
             new.append({"mirror_key": key, "commit_id": commit, "facts": _facts(composition)})

@@ -164,7 +164,14 @@ class Fields:
         """Return a field's name for messages, and its value; None if empty."""
         sources = self._columns.sources.get(field, ())
         for source in sources:
-            value = self._filled(source) if "{" in source else find_value(self.row, source)
+            if "{" in source:
+                value = self._filled(source)
+            elif source in self.row:
+                value = self.row[source]
+            elif "." in source:
+                value = find_value(self.row, source)
+            else:
+                continue
             if not _is_empty(field, value):
                 if source != sources[0]:
                     self.note(f"{field}: {source}")
@@ -406,8 +413,9 @@ def is_revision(text: str) -> bool:
 
 def _is_empty(field: str, value: Any) -> bool:
     """Return whether a value is missing, also as pandas and JSON's readers write it."""
-    is_word = isinstance(value, str) and field != "instance_id" and value.strip() in NO_VALUE
-    return is_absent(value) or is_word
+    if isinstance(value, str):
+        return not value or (field != "instance_id" and value.strip() in NO_VALUE)
+    return is_absent(value)
 
 
 def _whole(value: Any) -> Any:

@@ -6,7 +6,7 @@ gets a reason. Every step can be repeated, so after a crash the import starts ov
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from ..model import FROM_IMAGE, CommitId, CommitRole, DatasetName, MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 
+_BATCH = 200  # mirrors that a worker looks at in one call
 _FROM_COMMIT = re.compile(r"[0-9a-f]{40}[~^]")
 
 
@@ -68,8 +69,9 @@ async def pin_all(
     """
     total, done = sum(map(len, (*commits.values(), *revisions.values()))), 0
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
-    outcomes: dict[str, PinOutcome] = {}
     same = set() if is_synced else await _list_same(mirrors, dataset, names, commits, revisions)
+    outcomes = {key: PinOutcome({}, {}) for key in same}
+    done += sum(len(commits.get(key, {})) for key in same)
 
     def report(note: str) -> None:
         if sink:
@@ -86,12 +88,9 @@ async def pin_all(
 
         async with slots:
             try:
-                if key in same and await mirrors.are_pinned(name, request[0], owner_of(dataset)):
-                    outcomes[key] = PinOutcome({}, {})
-                else:
-                    outcomes[key] = await _pin(
-                        mirrors, dataset, name, url, *request, is_synced, report_step
-                    )
+                outcomes[key] = await _pin(
+                    mirrors, dataset, name, url, *request, is_synced, report_step
+                )
             except StoppingError:
                 raise
             except MirrordError as error:
@@ -104,26 +103,35 @@ async def pin_all(
                 done += sum(map(len, request))
         report(name.repo)
 
-    await together(pin_mirror(key) for key in names)
+    await together(pin_mirror(key) for key in names if key not in same)
     return outcomes
 
 
 async def _list_same(
     mirrors: Mirrors,
     dataset: DatasetName,
-    names: Collection[str],
+    names: Mapping[str, MirrorName],
     commits: Mapping[str, Mapping[CommitId, str]],
     revisions: Mapping[str, Collection[str]],
 ) -> set[str]:
-    """Return the keys of mirrors of which an import asks for nothing but the pins that it has."""
+    """Return the keys of mirrors of which an import asks for nothing but pins that stand."""
     pins: dict[str, dict[CommitId, str]] = {}
     for row in await mirrors.catalog.list_pins(owner=owner_of(dataset)):
         pins.setdefault(row.mirror.key, {})[row.commit] = row.reason
-    return {
-        key
-        for key in pins.keys() & names
+    had = [
+        names[key]
+        for key in pins.keys() & names.keys()
         if not revisions.get(key) and pins[key].items() >= commits.get(key, {}).items()
-    }
+    ]
+    same = set[str]()
+
+    async def look(batch: Sequence[MirrorName]) -> None:
+        asked = {name: commits.get(name.key, {}).keys() for name in batch}
+        with suppress(MirrordError):  # each is looked at alone then
+            same.update(name.key for name in await mirrors.list_pinned(asked, owner_of(dataset)))
+
+    await together(look(had[first : first + _BATCH]) for first in range(0, len(had), _BATCH))
+    return same
 
 
 async def _pin(
@@ -162,12 +170,14 @@ async def _pin(
         other = tags | cut
         commits = {other.get(commit, commit): reason for commit, reason in commits.items()}
         resolved = resolved | other
-    by_reason: dict[str, set[CommitId]] = {}
-    for commit, reason in (dict.fromkeys(resolved.values(), CommitRole.BASE) | {**commits}).items():
-        if commit not in refused and pinned.get(commit) != reason:
-            by_reason.setdefault(reason, set()).add(commit)
-    for reason, group in sorted(by_reason.items()):
-        refused |= await mirrors.pin(row.name, group, owner=owner, reason=reason)
+    asked: dict[CommitId, str] = dict.fromkeys(resolved.values(), CommitRole.BASE) | {**commits}
+    new = {
+        commit: reason
+        for commit, reason in asked.items()
+        if commit not in refused and pinned.get(commit) != reason
+    }
+    if new:
+        refused |= await mirrors.pin_each(row.name, new, owner)
     if len(set(refused.values())) == 1 and len(refused) == len(commits) + len(revisions) > 1:
         reason = next(iter(refused.values()))  # for example, upstream is down
         return PinOutcome({ALL_COMMITS: reason}, resolved)

@@ -19,6 +19,7 @@ from ..catalog import ALL_COMMITS, Composition, Module
 from ..errors import MirrordError
 from ..git.lfs import Pointer, has_object
 from ..git.objects.modules import Link, Needs, Part, Whole, compose, read_all_needs, read_needs
+from ..jobs.operations import together
 from ..mirrors.lfs import fetch_objects
 from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import parse_upstream
@@ -125,16 +126,19 @@ class _Composing:
         """Read what base commits need; return those that have submodules."""
         rows = {row.name.key: row for row in await self.mirrors.catalog.list_mirrors()}
         keys = [key for key, commits in bases.items() if key in rows and commits]
-        for batch in (keys[first : first + _BATCH] for first in range(0, len(keys), _BATCH)):
+
+        async def read(batch: Sequence[str]) -> None:
             wanted = [(self.mirrors.path(rows[key].name), sorted(bases[key])) for key in batch]
             try:
-                read = await self.mirrors.workers.run(read_all_needs, wanted, timeout=_TIMEOUT)
+                answers = await self.mirrors.workers.run(read_all_needs, wanted, timeout=_TIMEOUT)
             except MirrordError:  # of one of them
                 for key in batch:
                     await self._read(rows[key].name, bases[key])
             else:
-                for key, needs_of in zip(batch, read, strict=True):
+                for key, needs_of in zip(batch, answers, strict=True):
                     self.needs |= {(key, CommitId(it)): needs for it, needs in needs_of.items()}
+
+        await together(read(keys[first : first + _BATCH]) for first in range(0, len(keys), _BATCH))
         self.found |= {base: Composition() for base in self.needs}
         return [
             _Parent((key, commit), "", "", rows[key].name, needs)

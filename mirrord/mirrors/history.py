@@ -9,6 +9,7 @@ The history is in git, so it is copied, packed and verified with the mirror.
 """
 
 import re
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -132,13 +133,11 @@ async def write_record(
     entries = (("moved", own), ("refs", base))
     content = (f"100644 {name}\0".encode() + bytes.fromhex(oid) for name, oid in entries)
     tree = await repository.write_object("tree", b"".join(content))
-    message = f"{why}: {summarise(changes)}\n\nRefs: {len(refs)}\n"
-    parent_options = [word for parent in parents for word in ("-p", parent)]
-    doing = f"record the refs of mirror {repository.name}"
-    made = await repository.run(
-        "commit-tree", *parent_options, tree, stdin=encode_name(message), doing=doing
-    )
-    return made.lines[0]
+    who = f"mirrord <mirrord@localhost> {int(time.time())} +0000"
+    lines = [f"tree {tree}", *(f"parent {parent}" for parent in parents)]
+    lines += [f"author {who}", f"committer {who}", ""]
+    lines += [f"{why}: {summarise(changes)}", "", f"Refs: {len(refs)}", ""]
+    return await repository.write_object("commit", encode_name("\n".join(lines)))
 
 
 def _lines(refs: Refs) -> bytes:

@@ -6,7 +6,7 @@ does it later. A crash leaves at worst a ref without a row, which the next start
 """
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -121,24 +121,24 @@ class Pins:
     async def add(
         self,
         repository: Repository,
-        commits: Collection[CommitId],
+        reasons: Mapping[CommitId, str],
         owner: str,
-        reason: str,
         publish: Callable[[Repository], Awaitable[None]],
     ) -> dict[CommitId, str]:
-        """Pin the commits that can be served; return the others, each with the reason.
+        """Pin the commits that can be served; return the others, each with why not.
 
-        An existing pin keeps its row, and its reason unless there is a new one. Objects are
+        `reasons` are those of the pins. An existing pin keeps its row, and its reason unless there
+        is a new one. Objects are
         published before other daemons can read of their pins in the catalog.
         """
-        refused = await verify_commits(repository, commits)
+        refused = await verify_commits(repository, reasons)
         listed = await self._catalog.list_pins(repository.name.key, owner=owner)
         before = {row.commit: row for row in listed}
         rows = []
-        for commit_id in sorted(set(commits) - refused.keys()):
-            new = PinRow(repository.name, commit_id, owner, reason, utc_now())
+        for commit_id in sorted(reasons.keys() - refused.keys()):
+            new = PinRow(repository.name, commit_id, owner, reasons[commit_id], utc_now())
             old = before.get(commit_id, new)
-            rows.append(replace(old, reason=reason or old.reason))
+            rows.append(replace(old, reason=new.reason or old.reason))
         await self._write(repository, rows, owner, publish)
         return refused
 

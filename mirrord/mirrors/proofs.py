@@ -9,7 +9,7 @@ import json
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from anyio import to_thread
 from ..git.command import lines_of
 from ..host.files import read_plain
 from ..model import CommitId
-from .repository import Repository
+from .repository import Repository, read_refs_of
 
 PROOF = "mirrord-proof"
 _ID_BYTES = 20
@@ -55,6 +55,19 @@ def find_proven(git_dir: Path, commits: Collection[CommitId]) -> set[CommitId]:
     return {commit for commit in commits if proof.has(commit)} if proof else set()
 
 
+def are_proven(wanted: Iterable[tuple[Path, Mapping[str, CommitId]]]) -> list[bool]:
+    """Return, of each mirror, whether it has these refs and a proof of their commits."""
+
+    def is_proven(git_dir: Path, refs: Mapping[str, CommitId]) -> bool:
+        try:
+            has_refs = refs.items() <= (read_refs_of(git_dir) or {}).items()
+            return has_refs and find_proven(git_dir, refs.values()) == {*refs.values()}
+        except OSError:
+            return False
+
+    return [is_proven(git_dir, refs) for git_dir, refs in wanted]
+
+
 def end_proof(git_dir: Path) -> None:
     """Let everything be walked again."""
     with suppress(OSError):  # where nothing can be removed, nothing can be pinned either
@@ -64,12 +77,13 @@ def end_proof(git_dir: Path) -> None:
 async def prove(repository: Repository, commits: Sequence[CommitId]) -> None:
     """Prove that all that `commits` reach is present, and keep the proof.
 
-    Walks what no earlier proof has. Raises CorruptObjectError or GitFailedError.
+    Walks what no earlier proof has; of ids that are no commits, nothing is kept. Raises
+    CorruptObjectError or GitFailedError.
     """
     # before the walk: a file that goes during it ends the proof
     files = await to_thread.run_sync(_list_files, repository.path)
     old = await to_thread.run_sync(_read, repository.path, files)
-    reached, rest = [commit.encode() for commit in commits], b""
+    reached, rest = list[bytes](), b""
     async with repository.git.stream(
         # commits come first, with a time before the id; a commit-graph would hide a deleted one
         "-c", "core.commitGraph=false", "rev-list", "--objects", "--no-object-names", "--timestamp",
@@ -97,7 +111,8 @@ def _extend(
         ids.update(_id_at(old.commits, n) for n in range(len(old.commits) // _ID_BYTES))
     if not files or len(ids) > _MOST_COMMITS:
         return
-    tips = [*(old.tips if old else ()), *commits][-_MOST_TIPS:]
+    walked = (commit for commit in commits if bytes.fromhex(commit) in ids)
+    tips = [*(old.tips if old else ()), *walked][-_MOST_TIPS:]
     head = json.dumps({"files": files, "tips": tips}).encode() + b"\n"
     new = git_dir / f"{PROOF}.new"
     with suppress(OSError):  # without it the next import walks again

@@ -14,9 +14,10 @@ from typing import Any
 
 from anyio import to_thread
 
-from ..errors import DamagedMirrorError
+from ..errors import DamagedMirrorError, full_disk_named
 from ..git.batch import object_info
 from ..git.command import Git, GitResult, lines_of
+from ..git.packwriter import write_loose
 from ..host.files import opened, read_plain, sync_file, sync_tree
 from ..model import MirrorName
 from ..quoting import decode_name, encode_name, legible
@@ -80,17 +81,19 @@ class Repository:
 
     async def create(self, *, lender: "Repository | None" = None) -> None:
         """Make an empty repository at `path`; with `lender`, one that also reads its objects."""
-        words = ("init", "--quiet", "--bare", "--object-format=sha1", str(self.path))
-        await self.git.run(*words, doing=f"create mirror {self.name}")
 
-        def configure() -> None:
+        def make() -> None:
+            for name in ("objects/info", "objects/pack", "refs/heads", "refs/tags"):
+                (self.path / name).mkdir(parents=True)
             (self.path / "config").write_text(CONFIGURATION, encoding="ascii")
+            (self.path / "HEAD").write_text("ref: refs/heads/main\n", encoding="ascii")
             if lender:
                 alternates = self.objects / "info/alternates"
                 alternates.write_text(f"{lender.objects}\n", encoding="utf-8")
-            sync_tree(self.path)  # git (2.39) flushes neither HEAD nor config
+            sync_tree(self.path)
 
-        await to_thread.run_sync(configure)
+        with full_disk_named(f"mirror {self.name}"):
+            await to_thread.run_sync(make)
 
     async def must_be_ours(self) -> None:
         """Raise DamagedMirrorError where git cannot open the mirror, or misreads it.
@@ -124,12 +127,16 @@ class Repository:
         # git (2.39) does not flush it; a power cut would leave it empty
         await to_thread.run_sync(sync_file, self.path / "HEAD")
 
-    async def absent(self, oids: Iterable[str]) -> set[str]:
-        """Return the ids that have no object here; what those objects refer to is not checked."""
+    async def kinds(self, oids: Iterable[str]) -> dict[str, str]:
+        """Return the kind of each id's object: `missing` without one."""
         wanted = sorted(set(oids))
         doing = f"look up objects of mirror {self.name}"
         objects = await object_info(self.git, self.path, wanted, doing=doing)
-        return {info.name for info in objects if info.kind == "missing"}
+        return {info.name: info.kind for info in objects}
+
+    async def absent(self, oids: Iterable[str]) -> set[str]:
+        """Return the ids that have no object here; what those objects refer to is not checked."""
+        return {oid for oid, kind in (await self.kinds(oids)).items() if kind == "missing"}
 
     async def commits_of(self, oids: Iterable[str]) -> set[str]:
         """Return the commits among the objects, and those that tags among them lead to."""
@@ -156,10 +163,9 @@ class Repository:
         return not answer.lines
 
     async def write_object(self, kind: str, content: bytes) -> str:
-        """Write a loose object, flushed; `git mktree` (2.39) would ignore core.fsync."""
-        words = ("hash-object", "-w", "-t", kind, "--stdin")
-        doing = f"write into mirror {self.name}"
-        return (await self.run(*words, stdin=content, doing=doing)).lines[0]
+        """Write a loose object, flushed; return its id."""
+        with full_disk_named(f"mirror {self.name}"):
+            return await to_thread.run_sync(write_loose, self.objects, kind, content)
 
     async def pack_refs(self) -> None:
         """Pack loose refs: 50,000 of them cost every fetch a second."""

@@ -27,9 +27,9 @@ from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .moving import find_lacking, record_move
 from .pins import check_owner, pin_ref
-from .proofs import find_proven
+from .proofs import are_proven, find_proven, prove
 from .refs import is_followed, names_of_revision
-from .repository import HISTORY, Repository, read_refs_of
+from .repository import HISTORY, Repository
 from .sharing import MirrorClaim
 from .sync import move_refs, sync
 from .upstreams.credentials import Credentials
@@ -392,9 +392,14 @@ class Mirrors(Inventory):
         """
         row = await self._synced(name, progress)
         async with self.lock(row.name):
-            proven = await to_thread.run_sync(find_proven, self.path(row.name), commits)
-            absent = await self.repository(row.name).absent({*commits} - proven)
-            missing = [CommitId(oid) for oid in sorted(absent)]
+            repository = self.repository(row.name)
+            unproven = {*commits} - await to_thread.run_sync(find_proven, repository.path, commits)
+            if unproven:
+                # mostly all is here, and what is proven need not be looked up again
+                with suppress(errors.CorruptObjectError, errors.GitFailedError):
+                    await prove(repository, sorted(unproven))
+                    unproven -= await to_thread.run_sync(find_proven, repository.path, commits)
+            missing = [CommitId(oid) for oid in sorted(await repository.absent(unproven))]
             reasons: dict[CommitId, str] = {}
             for upstream in self.upstreams(row) if missing else ():
                 path = self.path(row.name)
@@ -480,16 +485,22 @@ class Mirrors(Inventory):
     async def pin(
         self, name: MirrorName, commits: Collection[CommitId], *, owner: str, reason: str
     ) -> dict[CommitId, str]:
-        """Prove commits and pin them for an owner; return those refused, with the reason."""
+        """Prove commits and pin them for an owner; return those refused, with why."""
+        return await self.pin_each(name, dict.fromkeys(commits, reason), owner)
+
+    async def pin_each(
+        self, name: MirrorName, reasons: Mapping[CommitId, str], owner: str
+    ) -> dict[CommitId, str]:
+        """Do so with a reason for each."""
         check_owner(owner)
         row = await self._synced(name)
         repository = self.repository(row.name)
         async with self.sharing.claim(row.name) as claim, self.lock(row.name):
             await self.catch_up(row.name)
             await repository.must_be_ours()
-            refused = await self.pins.add(repository, commits, owner, reason, claim.publish)
+            refused = await self.pins.add(repository, reasons, owner, claim.publish)
         self.sharing.records_changed([row.name.key])
-        if pinned := set(commits) - refused.keys():
+        if pinned := reasons.keys() - refused.keys():
             counts = {"count": len(pinned), "refused": len(refused)}
             self.events.publish("commits.pinned", mirror=str(row.name), owner=owner, **counts)
         return refused
@@ -500,15 +511,17 @@ class Mirrors(Inventory):
         refs = await self.repository(name).all_refs() if rows else {}
         return {row.commit: row.reason for row in rows if pin_ref(owner, row.commit) in refs}
 
-    async def are_pinned(self, name: MirrorName, commits: Collection[CommitId], owner: str) -> bool:
-        """Return whether an owner's pins have their refs, and a proof that holds."""
-
-        def look() -> bool:
-            refs = read_refs_of(self.path(name)) or {}
-            has_refs = all(pin_ref(owner, commit) in refs for commit in commits)
-            return has_refs and find_proven(self.path(name), commits) == {*commits}
-
-        return await to_thread.run_sync(look)
+    async def list_pinned(
+        self, wanted: Mapping[MirrorName, Collection[CommitId]], owner: str
+    ) -> set[MirrorName]:
+        """Return the mirrors that have an owner's pins of all these commits, and their proof."""
+        names = [*wanted]
+        asked = [
+            (self.path(name), {pin_ref(owner, commit): commit for commit in wanted[name]})
+            for name in names
+        ]
+        answers = await self.workers.run(are_proven, asked, timeout=timedelta(minutes=10))
+        return {name for name, is_proven in zip(names, answers, strict=True) if is_proven}
 
     async def unpin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str) -> None:
         check_owner(owner)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from .. import errors
 from ..errors import MirrordError, TransferBrokenError, UpstreamLossError
-from ..git.batch import object_info
 from ..git.command import lines_of
 from ..model import CommitId, MirrorName, utc_now
 from ..protocol import RefChange, RefFault, Synced
@@ -52,7 +51,7 @@ async def sync(
     earlier = {it.commit: it for it in known_faults if offer.refs.get(it.ref) == it.commit}
     must_rest = not retry_faults and _must_rest(offer, old, earlier.values())
     failed = await _fetch_missing(fetcher, offer, present, earlier, must_rest=must_rest)
-    offer = await _without_strange_branches(repository, offer, failed)
+    offer = await _without_strange_branches(fetcher, offer, failed)
     if offer.redirected_to and not accept_loss:
         await _must_continue(repository, old, offer, failed.keys())
     parentless = await _fetch_parentless(fetcher, failed, earlier)
@@ -201,16 +200,16 @@ _NO_COMMIT = "no-commit"
 
 
 async def _without_strange_branches(
-    repository: Repository, offer: refs.Offer, failed: Collection[str]
+    fetcher: Fetcher, offer: refs.Offer, failed: Collection[str]
 ) -> refs.Offer:
     """Make branches that name no commit faults: git (2.39) refuses to write one."""
+    repository = fetcher.repository
     branches = {ref: oid for ref, oid in offer.refs.items() if ref.startswith("refs/heads/")}
     held = (await repository.all_refs()).items()
     new = {ref: oid for ref, oid in branches.items() if (ref, oid) not in held}
-    oids = sorted(set(new.values()) - set(failed))
-    doing = f"look up branches of mirror {repository.name}"
-    kinds = await object_info(repository.git, repository.path, oids, doing=doing)
-    strange = {it.name: it.kind for it in kinds if it.kind != "commit"}
+    oids = set(new.values()) - set(failed)
+    kinds = fetcher.kinds | await repository.kinds(oids - fetcher.kinds.keys())
+    strange = {oid: kinds[oid] for oid in oids if kinds[oid] != "commit"}
     faults = [
         RefFault(
             ref=ref,

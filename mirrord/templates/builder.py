@@ -380,18 +380,17 @@ class StoreBuilder:
 
     def recompose(self, compositions: Mapping[tuple[str, CommitId], Composition]) -> None:
         """Discard stores with other submodules than an import has found now."""
+        names: dict[str, list[str]] = {}
+        for path in self._root.iterdir():
+            names.setdefault(path.name.lower(), []).append(path.name)
         for (key, commit), composition in compositions.items():
             for history in (History.SEALED, History.SQUASHED):
-                for name in self._names_of(key):
-                    store = self.find(name, commit, history)
+                for name in names.get(key, ()):
+                    store = self.find(MirrorName.parse(name), commit, history)
                     if store and store.whole != (composition.tree or ""):
                         discarded = self.discard(store)
                         if store.path not in self.held:
                             self.trash.add(discarded)
-
-    def _names_of(self, key: str) -> list[MirrorName]:
-        names = (path.name for path in self._root.iterdir() if path.name.lower() == key)
-        return [MirrorName.parse(name) for name in names]
 
     async def _sealed(self, name: MirrorName, commit: CommitId) -> _StoreFiles:
         resolved, packs, tags = await together(

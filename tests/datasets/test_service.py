@@ -139,13 +139,17 @@ def test_a_commit_that_no_ref_reaches_is_fetched_by_id(house: Builder, upstream:
 
 
 def test_importing_again_changes_nothing_and_says_so(house: Builder, upstream: Upstream) -> None:
-    base = upstream.commit({"a": "1"})
+    base, setup = upstream.history(2)
+    instance = row("a", base, environment_setup_commit=setup)
 
     async def body(house: House) -> None:
-        await house.take([row("a", base)])
+        with structlog.testing.capture_logs() as told:
+            await house.take([instance])
+        asked = [line["command"].split()[0] for line in told if line["event"] == "git.ended"]
+        assert sorted(asked) == ["ask", "fetch", "look", "move", "move"]  # each costs 10 ms
         before = house.refs()
         with structlog.testing.capture_logs() as told:
-            again = await house.take([row("a", base)])
+            again = await house.take([instance])
         assert again["change"] == {"added": [], "changed": [], "removed": [], "unchanged_count": 1}
         assert house.refs() == before
         asked = [line["command"] for line in told if line["event"] == "git.ended"]

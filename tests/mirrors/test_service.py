@@ -77,18 +77,14 @@ def test_a_mirror_is_added_synced_and_found_in_any_spelling(
     house.run(body)
 
 
-def test_a_mirror_is_made_by_one_git_with_all_that_protects_it(
+def test_a_mirror_is_made_without_git_and_with_all_that_protects_it(
     house: Builder, tmp_path: Path
 ) -> None:
-    """A process for each key of the configuration was most of what a first sync of a small
-    repository cost.
-    """
-
     async def body(_: House) -> None:
         repository = Repository(Git(home=tmp_path / "home"), NAME, tmp_path / "made")
         with structlog.testing.capture_logs() as told:
             await repository.create()
-        assert [line["event"] for line in told] == ["git.ended"]
+        assert told == []
         assert read_ref_files(repository.path).bad == []
 
     house.run(body)

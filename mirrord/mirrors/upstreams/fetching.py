@@ -73,6 +73,7 @@ class Fetcher:
     """Fetches from one upstream for one mirror.
 
     `quiet` is the longest silence to wait for; `first_pause` follows a connection that was cut.
+    `kinds` are those of the objects that came.
     """
 
     repository: Repository
@@ -82,6 +83,7 @@ class Fetcher:
     credentials: Credentials
     progress: ProgressSink | None = None
     first_pause: timedelta = timedelta(seconds=0.25)
+    kinds: dict[str, str] = field(default_factory=dict)
 
     async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> refs.Offer:
         """Ask upstream for HEAD and the refs of `patterns`; raises UpstreamEmptyError for none."""
@@ -143,7 +145,8 @@ class Fetcher:
                 if groups.has_failed:
                     with anyio.CancelScope(shield=True):
                         await unmark(self.repository)
-        for oid in await self.repository.absent(set(oids) - failed.keys()):
+        self.kinds.update(await self.repository.kinds(set(oids) - failed.keys()))
+        for oid in [oid for oid in oids if self.kinds.get(oid) == "missing"]:
             failed[oid] = errors.UpstreamNotFoundError(
                 f"cannot fetch {oid} from upstream {self.upstream.shown}: it was not sent",
                 hint="upstream no longer has it; try a fallback",
