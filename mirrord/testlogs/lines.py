@@ -328,7 +328,10 @@ PARSERS: dict[str, Parser] = {
     "csharp": _DOTNET,
     # ExUnit's --trace; the list of failures, with their modules, comes last
     "elixir": _both(
-        _by_line(r"\* test (?P<name>.+?) (?:\([\d.]+ms\) )?(?P<word>\[)L#\d+\]$", {"[": PASSED}),
+        _by_line(
+            r"\* test (?P<name>.+?) (?:\([\d.]+ms\) )?(?<!\(skipped\) )(?P<word>\[)L#\d+\]$",
+            {"[": PASSED},
+        ),
         _by_line(r"\* test (?P<name>.+?) \((?P<word>skipped)\) \[L#\d+\]$", {"skipped": SKIPPED}),
         _by_line(r"\d+(?P<word>\)) +test (?P<name>.+) \([^()]+\)$", {")": FAILED}),
     ),
