@@ -268,9 +268,11 @@ def make_whiteout(directory: int | None, name: bytes) -> None:
     os.mknod(name, stat.S_IFCHR | 0o000, os.makedev(0, 0), dir_fd=directory)
 
 
-def mounted_on(path: bytes) -> errors.CheckoutBusyError:
+def mounted_on(
+    path: bytes, kind: type[errors.CheckoutBusyError] = errors.CheckoutBusyError
+) -> errors.CheckoutBusyError:
     """Return the error for a mount point, whose files belong to another file system."""
-    return errors.CheckoutBusyError(
+    return kind(
         f"cannot change {shown_path(path)}: a file system is mounted on it",
         hint="unmount it, then try again",
         path=quote_name(path),

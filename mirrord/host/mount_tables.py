@@ -11,6 +11,8 @@ from typing import NamedTuple
 from .files import opened
 from .mounts import DIRECTORY, mount_id
 
+_BUFFER_BYTES = 1 << 16  # the kernel's answer for its files, 1 KiB, asks it 60 times as often
+
 
 class Visible(IntEnum):
     """What a process sees of a directory: its files; and also what is mounted below it later.
@@ -108,7 +110,7 @@ def read_overlays() -> set[str]:
 def mounts_below(directory: str) -> list[str]:
     """Return the mount points at and below a directory, in this process's namespace."""
     top = os.path.realpath(directory)
-    with open("/proc/self/mountinfo", "rb") as file:
+    with open("/proc/self/mountinfo", "rb", buffering=_BUFFER_BYTES) as file:
         points = [_unescape(line.split(b" ", 5)[4]) for line in file]
     return [point for point in points if _is_within(point, top)]
 

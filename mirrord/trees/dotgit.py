@@ -65,15 +65,16 @@ def read_store(source: Path, *, borrows: bool = False) -> DotGit:
     With `borrows` the result has no objects of its own: its alternate is the store.
     """
     store = DotGit([], {}, {}, [])
-    for above, _, names in os.walk(source):
-        directory = os.fsencode(Path(".git") / Path(above).relative_to(source))
+    top = os.fsencode(source)
+    for above, _, names in os.walk(top):
+        directory = _GIT + above[len(top) :]
         store.directories.append(directory)
         for name in sorted(names):
-            path, file = directory + b"/" + os.fsencode(name), Path(above, name)
+            path, file = directory + b"/" + name, os.path.join(above, name)
             if b"/objects/pack/" in path or b"/lfs/objects/" in path:  # also of a submodule
-                store.packs[path] = file
+                store.packs[path] = Path(os.fsdecode(file))
             elif path != _INDEX:
-                store.contents[path] = read_plain(file)
+                store.contents[path] = read_plain(os.fsdecode(file))
     store.pack_names.extend(path.name for path in store.packs.values() if path.suffix == ".pack")
     if borrows and b"\n" not in os.fsencode(source):  # git reads one alternate a line
         for path in [path for path in store.packs if path.startswith(b".git/objects/")]:

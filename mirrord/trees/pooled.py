@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from .. import errors
 from ..errors import full_disk_named
-from ..host.files import open_directory, open_top, opened
+from ..host.files import mounted_on, open_directory, open_top, opened
+from ..host.mount_tables import mounts_below
 from ..host.trash import TrashDirectory, remove_tree
 from ..protocol import Proof
 from ..quoting import quote_name
@@ -84,8 +85,13 @@ def make(
 
 
 def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
-    """Bring the tree to `commit`, whatever was done to it, and prove it."""
+    """Bring the tree to `commit`, whatever was done to it, and prove it.
+
+    Raises TooLargeError, and TreeMountedError, before it has touched anything.
+    """
     root, record = paths.tree, paths.manifest
+    if mounted := mounts_below(str(root)):  # what is mounted there is not ours
+        raise mounted_on(os.fsencode(mounted[0]), errors.TreeMountedError)
     with full_disk_named(f"checkout {paths.directory.name}"):
         store = _read_store(paths)
         before = _find_manifest(paths)

@@ -110,7 +110,8 @@ def move(
             # they decide about files that did not change, too
             if any(is_attributes(step.path) for step in steps):
                 new += reconverted(objects, manifest, after, files)
-            written = write_entries(partial(read_object, objects, after), new, writer)
+            with objects.reading_many():
+                written = write_entries(partial(read_object, objects, after), new, writer)
             files |= written | staying | {b"": root_entry(info.tree)}
             writer.touched |= {b"", *staying}
             _record_directories(files, writer)
@@ -135,14 +136,15 @@ def repair(
         with TreeWriter(root, owner, mtime_ns=mtime_ns, trash=trash) as writer:
             if b"" in scanned.modified:
                 writer.make_directory(b"")
-            for path in scanned.extra:
-                if not is_control(path):
-                    writer.remove(path)
+            with writer.owner:  # once for all
+                for path in scanned.extra:
+                    if not is_control(path):
+                        writer.remove(path)
             damaged = sorted(filter(None, (*scanned.modified, *scanned.missing)))
             entries = tree_entries(manifest.files, damaged)
-            files = manifest.files | write_entries(
-                partial(read_object, objects, conversions), entries, writer
-            )
+            with objects.reading_many():
+                written = write_entries(partial(read_object, objects, conversions), entries, writer)
+            files = manifest.files | written
             _record_directories(files, writer)
             return replace(manifest, files=files)
 

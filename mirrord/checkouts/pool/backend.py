@@ -24,8 +24,7 @@ import anyio.to_thread
 from ... import errors
 from ...changes.pieces import CopyRule, Taken
 from ...changes.survey import PoolTree, copy_pool, pool_changes
-from ...host.files import mounted_on
-from ...host.mount_tables import Visible, mounts_below, visible_to
+from ...host.mount_tables import Visible, visible_to
 from ...host.overlays import ENVIRONMENT
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, History, LayerId, MirrorName, Target
@@ -128,15 +127,13 @@ class PoolBackend:
         self._must_be_possible(to)
         await self.trash.keep_up()
         async with self._paths(to) as paths:
-            if mounted := await anyio.to_thread.run_sync(mounts_below, str(to.tree_path)):
-                raise mounted_on(os.fsencode(mounted[0]))  # what is mounted there is not ours
             before = leases.find(to.id)
             leases.save(resetting(to))
             try:
                 proof = await self.workers.run(
                     make_clean, paths, to.base.commit, to.base.tree, timeout=_TIMEOUT
                 )
-            except errors.TooLargeError:
+            except (errors.TooLargeError, errors.TreeMountedError):
                 leases.save(before or to)  # nothing was touched yet
                 raise
             self._keep(to)
