@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 
 import big_mirror
@@ -107,9 +108,9 @@ class Bench:
         self.sandboxes.figures = []
 
     def crowd(self, tasks: int, seconds: float) -> None:
-        for changed, created in ((20, 100), (3, 1)):
-            where = self.daemon, self.git, self.line[0], self.rollouts.instance
-            taken, figures = crowd.compare(*where, changed, created, tasks, seconds)
+        where = self.daemon, self.git, self.line[0], self.rollouts.instance
+        for change, by_finish in product(((20, 100), (3, 1)), (False, True)):
+            taken, figures = crowd.compare(*where, *change, tasks, seconds, by_finish=by_finish)
             self.latencies += taken
             self.figures += figures
 

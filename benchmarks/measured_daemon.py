@@ -56,7 +56,7 @@ class Daemon:
             f'[sync]\ninterval = "{sync}"\n[audit]\ninterval = "0"\n[maintenance]\ninterval = "0"\n'
             f'[access]\nadmins = [{NOBODY}]\ngroup = "{MEMBERS}"\ncommits = "any"\n'
             f"[checkouts]\nmax = 4000\n{checkouts}\n[datasets]\nwatch = false\nlfs = true\n"
-            f'[log]\nlevel = "warning"\nformat = "json"\n{settings}'
+            f'[log]\nformat = "json"\n{settings}'
             + (
                 f'[[mirror]]\nrepo = "{REPO}"\nurl = {quoted(f"file://{source}")}\n'
                 if source

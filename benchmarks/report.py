@@ -21,8 +21,9 @@ checkout) is not measured.
 **A rollout** (`make bench REPO=… BENCH_ARGS='--ext4 --cases rollouts'`) is measured on an ext4 with a journal in a file. Both
 sides start each round clean, with nothing left to remove, and write the change again; each patch is compared with git's. A
 turn is: checkout, write, diff, grade, release of the grade, reset, release. In the crowd all tasks share one `AsyncClient`,
-which also writes the files, on the same processors. Every few seconds git gets the machine instead, with a process for each
-processor. There, removal counts for both sides.
+which also writes the files, on the same processors; where `finish` ends a turn it is three requests: checkout, diff with grade
+and release, release of the grade. Every few seconds git gets the machine instead, with a process for each processor. There,
+removal counts for both sides.
 `--cases cold` measures each verb after a second without a request, as agents pause to think, and git's after the same pause.
 """
 
