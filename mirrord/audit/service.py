@@ -189,12 +189,7 @@ class Audits:
 
     async def _judge_each(self, names: Iterator[MirrorName], run: AuditRun) -> None:
         for name in names:
-            if run.progress:
-                done, left = len(run.parts), len(run.left)
-                progress = protocol.Progress(
-                    done=done, total=done + left, unit="mirrors", note=str(name)
-                )
-                run.progress(progress)
+            _tell(run, name)
             try:
                 part = await self._judge(name, run)
             except errors.StoppingError:
@@ -219,6 +214,7 @@ class Audits:
                 )
                 with _unless_refused("judgement", name.key):
                     await self.catalog.put_judgement(row)
+        _tell(run)  # so that a whole audit does not end at `0/1 mirrors`
 
     async def _record(self, audit: protocol.Audit) -> None:
         with _unless_refused("audit", audit.id):
@@ -335,6 +331,13 @@ class Audits:
             await self.catalog.update_mirror(name.key, error=error.problem())
         elif code in {errors.DamagedMirrorError.code, errors.CorruptObjectError.code}:
             await self.catalog.update_mirror(name.key, error=None)
+
+
+def _tell(run: AuditRun, about: MirrorName | None = None) -> None:
+    if run.progress:
+        done = len(run.parts)
+        total, note = done + len(run.left), str(about or "")
+        run.progress(protocol.Progress(done=done, total=total, unit="mirrors", note=note))
 
 
 def _is_of_everything(request: protocol.StartAudit) -> bool:

@@ -263,7 +263,12 @@ class OverlayBackend:
             raise errors.BackendUnavailableError(
                 f"cannot give an overlay checkout to uid {owner[0]}: this host has no idmapped"
                 " mounts for it",
-                hint="use the pool backend; Linux 5.19 and newer have them on ext4, xfs and btrfs",
+                hint="use the pool backend; "
+                + (
+                    "only root's daemon maps files of the host for others"
+                    if home.is_inside()
+                    else "Linux 5.19 and newer have them on ext4, xfs and btrfs"
+                ),
             )
         async with self._mapping:  # forks this process: 10 to 34 ms, in a thread
             if not self.mounter.is_mapped(owner):

@@ -7,10 +7,13 @@ import errno
 import gc
 import os
 import signal
+import stat
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import click
 
@@ -33,6 +36,8 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(args: Sequence[str] | None = None) -> int:
     """Run a verb and return its exit status."""
     session = Session()
+    # such as of a sandbox that is weaker: a remark for people, without the line that warns
+    warnings.showwarning = lambda message, *_: session.note(f"mirrord: {message}")
     arguments = sys.argv[1:] if args is None else args
     session.advise = partial(_with_suggestion, session, arguments)
     try:
@@ -106,8 +111,20 @@ def _fault_of_path(error: Exception) -> MirrordError | None:
         return None
     if error.errno in _PATH_ERRORS and error.filename is not None:
         fact = f"cannot use {os.fsdecode(error.filename)}: {error.strerror}"
-        return UsageError(fact, hint="name a path that this user may use")
+        hint = "name a path that this user may use"
+        if _is_closed(os.fsdecode(error.filename)):
+            hint = "it is mounted in the daemon's own namespaces: run this by `mirrord enter -- …`"
+        return UsageError(fact, hint=hint)
     return host_error(error, "write")
+
+
+def _is_closed(path: str) -> bool:
+    """Return whether a path is below the tree of an overlay that only a user's home shows."""
+    for directory in Path(path).absolute().parents:
+        with suppress(OSError):
+            if stat.S_IMODE(directory.lstat().st_mode) == 0:
+                return directory.name == "tree"
+    return False
 
 
 def _usage_error(error: click.ClickException) -> UsageError:

@@ -226,10 +226,12 @@ def _unreachable(cause: BaseException | None, path: Path) -> errors.MirrordError
             f"cannot connect to {path}: the path is longer than 107 bytes",
             hint="choose a shorter socket path",
         )
+    start = "`mirrord serve` or `systemctl start mirrord`"
+    if os.geteuid() and path.parent != Path("/run/mirrord"):  # of an ordinary user's own daemon
+        start = "`mirrord serve --detach` or `systemctl --user start mirrord`"
     return errors.NoDaemonError(
         f"cannot reach the daemon at {path}: {_REFUSALS.get(number or 0) or cause}",
-        hint="start it with `mirrord serve` or `systemctl start mirrord`, or name its socket with"
-        " --socket or MIRRORD_SOCKET",
+        hint=f"start it with {start}, or name its socket with --socket or MIRRORD_SOCKET",
         socket=str(path),
     )
 

@@ -32,10 +32,15 @@ _ASK = {
 }
 _FASTER = "; for faster resets, for one without MKNOD, or whose control group refuses disks"
 OF_MOUNTS = "overlay", "privileges"
-_WEAKER = "nothing more here: see `place`"
+WEAKER = "nothing more here: see `place`"
 _OF_HOST = "ask the administrator of the host for it: "
 _MOUNTING = "overlay", "privileges", "set-id bits", "exec", "namespaces", "volumes"
-_HOST = "mount limit", "inotify", "its mount options", "kernel"
+_HOST = "mount limit", "inotify", "its mount options", "its journal", "kernel"
+_CONTAINER = {
+    "group": "",
+    "open files": "start the container with `--ulimit nofile=65536`, in Kubernetes by LimitNOFILE="
+    " of containerd's unit",
+}
 # what to be told, and by whom, is not decided here
 _OWN = {
     "control groups": "nothing: limits of sandboxes apply to each process here",
@@ -44,14 +49,14 @@ _OWN = {
 
 
 def place(settings: Settings) -> Result:
-    here = _here(settings)
-    ask = _ASK.get(here, "")
-    if here is Place.CONTAINER and may_forge_ctimes():
+    where = here(settings)
+    ask = _ASK.get(where, "")
+    if where is Place.CONTAINER and may_forge_ctimes():
         ask += _FASTER
-    return "warn" if ask else "ok", f"{here}: {_WHAT[here]}", ask
+    return "warn" if ask else "ok", f"{where}: {_WHAT[where]}", ask
 
 
-def _here(settings: Settings) -> Place:
+def here(settings: Settings) -> Place:
     return find_place(settings.socket.parent / "mount.sock")
 
 
@@ -59,7 +64,7 @@ def where_it_runs(check: Callable[[Settings], Result], settings: Settings) -> Re
     """Make a check of mounts in namespaces as an ordinary user's daemon makes itself, if it may."""
     own = settings.service.namespace == "auto"
     own = own and not {"group", "admins"} & settings.access.model_fields_set  # as it decides
-    if not own or _here(settings) is not Place.NAMESPACE or may_mount():
+    if not own or here(settings) is not Place.NAMESPACE or may_mount():
         return check(settings)
     with tempfile.TemporaryDirectory(prefix="mirrord-doctor-") as scratch:
         printed, to_print = os.pipe()
@@ -88,13 +93,13 @@ def possible(settings: Settings, name: str, remedy: str) -> str:
 
     Who is not root on the host cannot start services, raise its limits or mount.
     """
-    here = _here(settings)
-    if here is Place.ROOT or not remedy:
+    where = here(settings)
+    if where is Place.ROOT or not remedy:
         return remedy
     if name in _MOUNTING:
-        return _WEAKER if here in _ASK or name not in OF_MOUNTS else remedy
+        return WEAKER if where in _ASK or name not in OF_MOUNTS else remedy
     if name in _HOST:
         return f"{_OF_HOST}{remedy}"
-    if name == "group" and here is Place.CONTAINER:
-        return remedy
+    if where is Place.CONTAINER and name in _CONTAINER:
+        return _CONTAINER[name] or remedy
     return _OWN.get(name, remedy)

@@ -14,6 +14,7 @@ from ..checkouts.leases import find_unreadable
 from ..config import Settings
 from ..host.files import opened
 from ..host.mount_tables import find_left_behind
+from ..host.peers import SUBUID, iter_subids
 from ..host.processes import search_path
 from ..places import DOCKER_SOCKET, Layout
 from ..sandbox.box import find_ip, find_obstacle
@@ -80,7 +81,8 @@ def group(settings: Settings) -> Result:
     try:
         return "ok", f"{name}, gid {grp.getgrnam(name).gr_gid}", ""
     except KeyError:
-        fact = f"group {name} does not exist: only root and the daemon's user may use mirrord"
+        who = "no other user may" if os.geteuid() else "only root and the daemon's user may"
+        fact = f"group {name} does not exist: {who} use mirrord"
         return "warn", fact, f"create it with `groupadd --system {name}`"
 
 
@@ -145,4 +147,8 @@ def confinement(settings: Settings) -> Result:
         )
     if shutil.which("newuidmap", path=search_path()) is None:
         return "ok", "for this uid and root; newuidmap is not installed", ""
-    return "ok", "for this uid, subordinate uids and root", ""
+    if os.geteuid() == 0:
+        return "ok", "for this uid, subordinate uids and root", ""
+    if any(user == os.geteuid() for _, _, user in iter_subids(SUBUID)):
+        return "ok", "for this uid and its subordinate uids", ""
+    return "ok", f"for this uid; {SUBUID} gives it no others", ""

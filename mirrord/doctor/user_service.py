@@ -78,7 +78,9 @@ def refuse_user() -> None:
         raise UsageError("cannot use --user as root", hint="leave it out")
     if not (_runtime() / "systemd").is_dir():
         fact = f"cannot set up the service: no systemd runs for user {user_name()}"
-        hint = f"{linger_hint()}; `mirrord serve` runs a daemon without systemd"
+        hint = "`mirrord serve --detach` runs a daemon without one"
+        if Path("/run/systemd/system").is_dir():  # sd_booted(3)
+            hint = f"{linger_hint()}; {hint}"
         raise ResourceError(fact, hint=hint)
 
 

@@ -40,7 +40,7 @@ from mirrord.model import (
     MirrorName,
     Reach,
 )
-from mirrord.protocol import Audit, StartAudit
+from mirrord.protocol import Audit, Progress, StartAudit
 
 pytestmark = pytest.mark.slow
 
@@ -531,11 +531,12 @@ def test_an_interrupted_audit_says_what_it_left_and_goes_on_there(
         partial = await interrupted_after(daemon, 2, StartAudit(level=level))
         assert (partial.mirrors, partial.left) == (names[:2], names[2:])
         assert await daemon.audits.find_unfinished(level) == partial.started_at
-        seen: list[str] = []
-        whole = await daemon.audits.run(
-            StartAudit(level=level), lambda progress: seen.append(progress.note), resume=True
-        )
-        assert (seen, whole.id, whole.started_at) == (names[2:], partial.id, partial.started_at)
+        told: list[Progress] = []
+        whole = await daemon.audits.run(StartAudit(level=level), told.append, resume=True)
+        assert [(each.done, each.total, each.note) for each in told] == [
+            (2, 4, names[2]), (3, 4, names[3]), (4, 4, "")
+        ]  # fmt: skip
+        assert (whole.id, whole.started_at) == (partial.id, partial.started_at)
         assert (whole.mirrors, whole.left) == (names, [])
         assert await daemon.audits.find_unfinished(level) is None
         assert [audit.id for audit in await daemon.audits.list_audits()] == [whole.id]
@@ -559,7 +560,7 @@ def test_an_audit_that_a_crash_ended_goes_on_after_the_start(
         whole = await daemon.audits.run(
             StartAudit(), lambda progress: seen.append(progress.note), resume=True
         )
-        assert seen == ["owner__m1", "owner__m2"]
+        assert seen == ["owner__m1", "owner__m2", ""]
         assert whole.mirrors == ["owner__m0", "owner__m1", "owner__m2"]
 
     with_daemon(tmp_path, upstream, begin)
@@ -575,7 +576,7 @@ def test_what_was_not_looked_at_for_longest_comes_first(tmp_path: Path, upstream
         await interrupted_after(daemon, 1, StartAudit())
         seen: list[str] = []
         await daemon.audits.run(StartAudit(), lambda progress: seen.append(progress.note))
-        assert seen == [*names[1:], names[0]]
+        assert seen == [*names[1:], names[0], ""]
 
     with_daemon(tmp_path, upstream, body)
 

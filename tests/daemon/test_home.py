@@ -48,7 +48,9 @@ def test_the_doctor_looks_where_the_daemon_mounts(at_home: Home) -> None:
     done = at_home.run("-m", "mirrord", "doctor", "--json", check=False)
     facts = {check["name"]: check["fact"] for check in json.loads(done.stdout)}
     assert facts["place"].startswith("namespace: ")
-    assert facts["overlay"].startswith("overlay mount works"), facts["overlay"]
+    assert facts["overlay"] == "overlay mount works, for this user"
+    assert facts["group"].endswith("does not exist: no other user may use mirrord")
+    assert facts["exec"] == "for this uid; /etc/subuid gives it no others"
     assert facts["privileges"] == f"uid {UID}, may mount"
 
 
@@ -161,7 +163,10 @@ def test_subordinate_users_get_trees_of_the_pool_and_sandboxes() -> None:
         assert made.cli("diff", held["id"]) == ""
         made.cli("release", held["id"])
         refused = made.run("-m", "mirrord", "checkout", ROW, "--owner", "12", check=False)
-        assert refused.returncode == 3
+        assert (refused.returncode, "uidmap" in refused.stderr) == (3, True), refused.stderr
+        mapped = ("checkout", ROW, "--owner", agent, "--attach")
+        refused = made.run("-m", "mirrord", *mapped, check=False)
+        assert "only root's daemon" in refused.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -172,6 +177,7 @@ def test_mounts_and_sandboxes_survive_the_daemon(number: signal.Signals) -> None
         holder = made.holder()
         made.stop(number)
         assert made.holder() == holder
+        assert "serve --detach" in made.run("-m", "mirrord", "status", check=False).stderr
         made.start()
         assert "checkout.remounted" not in made.log
         assert made.cli("exec", held["id"], "--", "cat", "mine") == "mine\n"
@@ -258,5 +264,7 @@ def test_where_the_kernel_refuses_the_pool_serves_and_status_says_why() -> None:
     """In a sandbox without user namespaces, as a container may be."""
     with home(namespaces=False) as made:
         assert checkout(made)["backend"] == "pool"
-        assert any("user namespace" in warning for warning in warnings(made)), warnings(made)
+        assert any("max_user_namespaces allows" in warning for warning in warnings(made))
+        refused = made.run("-m", "mirrord", "checkout", ROW, "--backend", "overlay", check=False)
+        assert "this host does not allow it" in refused.stderr
         assert made.cli("exec", ROW, "--keep-access", "--", "cat", "a.txt") == "a\n"

@@ -208,7 +208,8 @@ class PoolBackend:
     def clone(self, lease: Lease, target: Target) -> int:
         raise errors.BackendUnavailableError(
             f"cannot attach checkout {lease.id}: it is a plain directory, not a mount",
-            hint=f"bind {lease.directory} with rbind,rslave, or ask for the backend overlay",
+            hint=f"bind {lease.directory} with rbind,rslave; where `mirrord doctor` finds"
+            " overlays, ask for the backend overlay",
         )
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:

@@ -98,16 +98,23 @@ class Leasing:
         if view is View.GRADER:
             self.must_be_admin(peer, "check out with the grader view")
         if owner[0] != os.geteuid() and not (self._may_give_files_away and is_mapped(owner)):
-            raise errors.AccessError(
-                f"cannot make a checkout for uid {owner[0]}: this daemon runs as uid"
-                f" {os.geteuid()} and cannot give files away",
-                hint="run the daemon as root, or by systemd/mirrord.service, to serve other users",
-            )
+            raise self._foreign(owner)
         if history is History.LINKED and (peer.uid != os.geteuid() or owner[0] != peer.uid):
             raise errors.AccessError(
                 "cannot link a checkout to the mirror: only the daemon's own user can read mirrors",
                 hint="ask for sealed or squashed",
             )
+
+    def _foreign(self, owner: Owner) -> errors.AccessError:
+        reason, hint = "cannot give files away", "ask for a daemon that runs as root"
+        if home.is_inside():
+            reason = "may give files to its subordinate uids alone"
+            hint = "an administrator adds some to /etc/subuid and /etc/subgid (package uidmap)"
+        return errors.AccessError(
+            f"cannot make a checkout for uid {owner[0]}: this daemon runs as uid"
+            f" {os.geteuid()} and {reason}",
+            hint=hint,
+        )
 
     def must_be_gradable(self, graded: Lease, owner_uid: int) -> None:
         """Raise AccessError where the agent could reach into its own grade.
@@ -209,6 +216,11 @@ class Leasing:
         another mount namespace than the peer's.
         """
         wanted = asked or self.settings().checkouts.backend
+        if wanted is Backend.OVERLAY and not self.has_overlay:
+            raise errors.BackendUnavailableError(
+                "cannot use the overlay backend: this host does not allow it",
+                hint="see `place` in `mirrord doctor`; the backend pool serves plain trees",
+            )
         if (wanted is Backend.AUTO and visible is Visible.NOTHING) or (
             wanted is Backend.OVERLAY and visible < Visible.MOUNTS
         ):
@@ -228,14 +240,9 @@ class Leasing:
             return [Backend.OVERLAY, Backend.POOL] if wanted is Backend.AUTO else [Backend.OVERLAY]
         if wanted is Backend.AUTO:
             return [Backend.POOL]
-        if history is History.LINKED:
-            raise errors.InvalidRequestError(
-                "cannot link an overlay checkout to a mirror",
-                hint="use the backend pool with linked",
-            )
-        raise errors.BackendUnavailableError(
-            "cannot use the overlay backend: this host does not allow it",
-            hint="see `mirrord doctor`",
+        raise errors.InvalidRequestError(
+            "cannot link an overlay checkout to a mirror",
+            hint="use the backend pool with linked",
         )
 
     # -- leases ------------------------------------------------------------------------------------

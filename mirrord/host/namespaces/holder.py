@@ -7,6 +7,7 @@ so, at SIGTERM, and when its socket is gone or is another holder's.
 """
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -51,7 +52,10 @@ def make_namespaces() -> None:
 
     def must(result: int, verb: str) -> None:
         if result < 0:
-            sys.exit(f"cannot {verb}: {os.strerror(ctypes.get_errno())}")
+            reason = os.strerror(number := ctypes.get_errno())
+            if number == errno.ENOSPC:  # of user_namespaces(7), not of a disk
+                reason = "user.max_user_namespaces allows no more"
+            sys.exit(f"cannot {verb}: {reason}")
 
     must(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS), "make a user namespace")
     say("unshared")
