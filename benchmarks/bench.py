@@ -3,6 +3,7 @@
 `make bench REPO=/path/of/a/repository` prints a table and writes build/bench.json; DOCS=1 also docs/benchmarks.md and its plot.
 BENCH_ARGS='--ext4 --cases rollouts' measures what a rollout asks for, on a journaled ext4 whatever the disk is.
 BENCH_ARGS='--pod 0 --ext4 --cases plain' measures root in a container without CAP_SYS_ADMIN, --pod 1500 a user there.
+BENCH_ARGS='--ext4 --cases home' measures an ordinary user's daemon in its home beside root's.
 Each round does ours and theirs one after the other, so that a machine whose speed drifts moves both.
 """
 
@@ -33,6 +34,7 @@ import neighbours
 import scale
 import soak
 from audits import Audited
+from beside_root import compare_home
 from imports import imports
 from in_pod import run_in_pod
 from load import kernel_alone, lean_clients, python_client, tasks_of_one_client, tasks_of_streams
@@ -59,7 +61,7 @@ ROLLOUTS = ("diff", "apply", "branch", "grade", "turn", "crowd")  # and `cold`, 
 class Bench:
     def __init__(self, source: Path, area: Path, rounds: int) -> None:
         self.rounds = rounds
-        self.area = area
+        self.source, self.area = source, area
         self.git = Git(source, area)
         self.line = self.git.line(6000)
         self.daemon = Daemon(area / "daemon", source)
@@ -102,6 +104,9 @@ class Bench:
         trees = PlainTrees(self.daemon, self.git, self.line[0], self.compare)
         trees.run()
         self.figures += trees.figures
+
+    def home(self) -> None:
+        compare_home(self.daemon, self.source, self.line[0], self.compare)
 
     def _take_figures(self) -> None:
         self.figures += self.sandboxes.figures
@@ -407,6 +412,7 @@ class Bench:
             "near": self.near_checkout,
             "pool": self.pool_move,
             "plain": self.plain,
+            **({} if os.geteuid() else {"home": self.home}),
             "throughput": self.throughput,
             "requests": partial(self.requests, tasks),
             "hold": partial(self.hold, 1000),

@@ -19,14 +19,18 @@ def test_rollouts_are_measured_beside_git(tmp_path: Path) -> None:
         {f"package{file % 7}/module{file}.py": f"value = {file}\n" for file in range(90)}
     )
     results = tmp_path / "bench.json"
-    words = f"--rounds 1 --tasks 2 --seconds 0.5 --cases rollouts --json {results}"
+    cases = "diff apply branch grade turn crowd home"
+    words = f"--rounds 1 --tasks 2 --seconds 0.5 --cases {cases} --json {results}"
     command = [sys.executable, str(BENCH), "--repo", str(upstream.path), *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     [result] = json.loads(results.read_text())
     works = [row["work"].partition(",")[0] for row in result["rows"]]
     branch = ["fork", "snapshot", "roll-back", "8 forks of a snapshot"]
+    *works, warm, reset, changed, forked, exec_ = works
     assert works == [*3 * ["diff"], "apply", *branch, "grade", "a turn: checkout"]
+    assert all("uid 1500" in each for each in (warm, changed, forked, exec_)), works
+    assert reset == "reset"
     failed = [figure["value"] for figure in result["figures"] if "failed" in figure["name"]]
     assert failed == [0, 0, 0, 0]
     verbs = {each["what"].rpartition(" ")[2] for each in result["latencies"]}
