@@ -64,34 +64,52 @@ def replace_compositions(connection: Connection, dataset: str, compositions: Com
 
 
 def put_compositions(connection: Connection, dataset_id: int, compositions: Compositions) -> None:
-    """Replace what is known of these commits, and record submodules for a dataset's instances."""
-    is_old = and_(recorded.c.dataset_id == dataset_id, recorded.c.role == CommitRole.SUBMODULE)
-    connection.execute(sa.delete(recorded).where(is_old))
+    """Replace what is known of these commits, and record submodules for a dataset's instances.
+
+    Only what differs is written: an import that changes nothing is one of many.
+    """
     is_own = instances.c.dataset_id == dataset_id
     columns = (instances.c.id, instances.c.base_commit, instances.c.mirror_name)
     based: dict[tuple[str, str], list[str]] = {}
     for identity, base, name in connection.execute(select(*columns).where(is_own)):
         based.setdefault((name.lower(), base), []).append(identity)
-    new, rows = [], set[tuple[str, str, str, str]]()
-    keys = select(needs.c.mirror_key, needs.c.commit_id)
-    present = ((key, CommitId(commit)) for key, commit in connection.execute(keys))
-    stale = [pair for pair in present if pair in compositions]
-    if stale:
-        is_it = and_(
-            needs.c.mirror_key == sa.bindparam("k"), needs.c.commit_id == sa.bindparam("c")
-        )
-        pairs = [{"k": key, "c": commit} for key, commit in stale]
-        connection.execute(sa.delete(needs).where(is_it), pairs)
+    known = list_compositions(connection, {key for key, _ in compositions})
+    rows = set[tuple[str, str, str, str]]()
+    old, new = [], []
     for (key, commit), composition in compositions.items():
-        if composition != Composition():
-            new.append({"mirror_key": key, "commit_id": commit, "facts": _facts(composition)})
+        if composition != known.get((key, commit), Composition()):
+            old.append({"k": key, "c": commit})
+            if composition != Composition():
+                new.append({"mirror_key": key, "commit_id": commit, "facts": _facts(composition)})
         rows |= {
             (identity, module.commit, module.mirror.lower(), module.mirror)
             for identity in based.get((key, commit), ())
             for module in composition.modules
         }
+    if old:
+        is_it = and_(
+            needs.c.mirror_key == sa.bindparam("k"), needs.c.commit_id == sa.bindparam("c")
+        )
+        connection.execute(sa.delete(needs).where(is_it), old)
     if new:
         connection.execute(insert(needs), new)
+    _record_modules(connection, dataset_id, rows)
+
+
+def _record_modules(
+    connection: Connection, dataset_id: int, rows: set[tuple[str, str, str, str]]
+) -> None:
+    """Record these submodules for a dataset's instances, and no others."""
+    is_old = and_(recorded.c.dataset_id == dataset_id, recorded.c.role == CommitRole.SUBMODULE)
+    columns = (
+        recorded.c.instance_id,
+        recorded.c.commit_id,
+        recorded.c.mirror_key,
+        recorded.c.mirror_name,
+    )
+    if {tuple(row) for row in connection.execute(select(*columns).where(is_old))} == rows:
+        return
+    connection.execute(sa.delete(recorded).where(is_old))
     values = [
         {
             "dataset_id": dataset_id,

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from anyio import to_thread
+
 from ..catalog import ALL_COMMITS, Composition, Module
 from ..errors import MirrordError
-from ..git.lfs import Pointer, has_object
+from ..git.lfs import Pointer, has_object, has_recorded
 from ..git.objects.modules import Link, Needs, Part, Whole, compose, read_all_needs, read_needs
 from ..jobs.operations import together
 from ..mirrors.lfs import fetch_objects
@@ -93,7 +95,10 @@ async def compose_all(
     no upstream is asked: what is not here is missing.
     """
     composing = _Composing(mirrors, dataset, sink, asks)
-    parents = await composing.read_bases(bases)
+    earlier = await mirrors.catalog.list_compositions(bases)
+    standing = await composing.list_standing(bases, earlier, templates)
+    left = {key: {it for it in bases[key] if (key, it) not in standing} for key in bases}
+    parents = await composing.read_bases(left)
     if mirrors.settings().datasets.submodules:
         await composing.descend(parents)
     else:
@@ -101,8 +106,8 @@ async def compose_all(
             for link in parent.needs.links:
                 composing.miss(parent.base, link.path, "[datasets] submodules is false")
     reasons = await composing.have_objects()
-    changed = await _compose(mirrors, composing.found, templates)
-    return Composed(composing.found, changed, tuple(sorted(set(reasons))))
+    changed = await _compose(mirrors, composing.found, earlier, templates)
+    return Composed(composing.found | standing, changed, tuple(sorted(set(reasons))))
 
 
 @dataclass(slots=True)
@@ -121,6 +126,47 @@ class _Composing:
         composition = self.found[base]
         missing = (*composition.missing, (path, reason))
         self.found[base] = replace(composition, missing=missing)
+
+    async def list_standing(
+        self,
+        bases: Mapping[str, Collection[CommitId]],
+        earlier: Mapping[Key, Composition],
+        templates: Path,
+    ) -> dict[Key, Composition]:
+        """List what an earlier import had whole and what is still here; its modules are pinned.
+
+        What a commit needs stays the same, so its tree is not read again.
+        """
+        if not self.asks or not self.mirrors.settings().datasets.submodules:
+            return {}
+        names = {row.name.key: row.name for row in await self.mirrors.catalog.list_mirrors()}
+        whole = {
+            base: it for base, it in earlier.items()
+            if base[1] in bases[base[0]] and not it.missing and not it.lfs_missing
+        }  # fmt: skip
+        parts = {
+            base: {(it.mirror.lower(), CommitId(it.commit)) for it in composition.modules}
+            for base, composition in whole.items()
+        }
+        keys = {base[0] for base in whole} | {key for part in parts.values() for key, _ in part}
+        git_dirs = {key: self.mirrors.path(names[key]) for key in keys & names.keys()}
+        had = await to_thread.run_sync(
+            lambda: {key for key, git_dir in git_dirs.items() if has_recorded(git_dir)}
+        )
+        pins: dict[str, dict[CommitId, str]] = {}
+        for key, commit in {part for base in whole for part in parts[base] if part[0] in had}:
+            pins.setdefault(key, {})[commit] = CommitRole.SUBMODULE
+        outcomes = await pin_all(
+            self.mirrors, self.dataset, {key: names[key] for key in pins}, pins, {}, self.sink
+        )
+        targets = {key: whole_path(templates, str(names[key])) for key in had}
+        return {
+            base: it
+            for base, it in whole.items()
+            if base[0] in had
+            and all(key in had and not _refusal(outcomes[key], part) for key, part in parts[base])
+            and has_whole(targets[base[0]], it)
+        }
 
     async def read_bases(self, bases: Mapping[str, Collection[CommitId]]) -> list[_Parent]:
         """Read what base commits need; return those that have submodules."""
@@ -353,14 +399,16 @@ def _refusal(outcome: PinOutcome, commit: CommitId) -> str | None:
 
 
 async def _compose(
-    mirrors: Mirrors, compositions: dict[Key, Composition], templates: Path
+    mirrors: Mirrors,
+    compositions: dict[Key, Composition],
+    earlier: Mapping[Key, Composition],
+    templates: Path,
 ) -> frozenset[str]:
     """Write the composed trees that an earlier import did not write.
 
     Returns the keys of the mirrors whose trees have other LFS objects than before.
     """
     names = {row.name.key: row.name for row in await mirrors.catalog.list_mirrors()}
-    earlier = await mirrors.catalog.list_compositions({key for key, _ in compositions})
     jobs: dict[str, list[CommitId]] = {}
     for (key, commit), composition in compositions.items():
         if not composition.modules and composition.lfs_missing == composition.pointers:

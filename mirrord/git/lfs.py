@@ -94,6 +94,11 @@ class RecordedObject(NamedTuple):
     url: str | None = None
 
 
+def has_recorded(git_dir: Path) -> bool:
+    """Return whether all objects that a mirror has had are there, by their sizes."""
+    return all(has_object(git_dir, record.pointer) for record in read_records(git_dir))
+
+
 def read_records(git_dir: Path) -> set[RecordedObject]:
     """Return what a mirror should have: its list, and what is on disk besides."""
     try:
