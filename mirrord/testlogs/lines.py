@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from itertools import zip_longest
 
+from . import documents
 from .outcomes import Outcome, Outcomes, Parser
 
 PASSED, FAILED, SKIPPED, ERROR = Outcome
@@ -339,6 +340,6 @@ PARSERS: dict[str, Parser] = {
         r"Test Case '(?P<name>[^']+)' (?P<word>passed|failed|skipped) \([\d.]+ seconds\)",
         {"passed": PASSED, "failed": FAILED, "skipped": SKIPPED},
     ),
-    "sbt": _sbt,
+    "sbt": _both(_sbt, documents.PARSERS["junit"]),
 }
 """Parsers by name, without a prefix such as SWE-bench's `parse_log_`."""

@@ -71,8 +71,10 @@ def outcome_of(test: str, outcomes: Mapping[str, Outcome]) -> Outcome | None:
     """Return the outcome of a dataset's test.
 
     An id may be cut off inside a parameter. Then it means all ids that it is a prefix of, if their
-    outcomes agree.
+    outcomes agree. SWE-bench's ids of TAP have its dash and directives.
     """
+    if test not in outcomes and test.startswith("- "):
+        test = test.removeprefix("- ").partition(" # ")[0]
     if test in outcomes or test.count("[") <= test.count("]"):
         return outcomes.get(test)
     matches = [outcome for name, outcome in outcomes.items() if name.startswith(test)]

@@ -108,7 +108,7 @@ def documented(bases: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield "cd", ""
     yield from _session_of("docs/grading.md", bases)
     yield "cd", ""
-    for document in ("docs/patches.md", "docs/environments.md"):
+    for document in ("docs/datasets.md", "docs/environments.md"):
         for block in blocks(document, "sh"):
             yield from ((line, "") for line in block.splitlines())
     for block in (*blocks("docs/integrations.md", "text"), *blocks("docs/sandboxes.md", "text")):

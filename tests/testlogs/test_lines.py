@@ -271,6 +271,7 @@ DOCTEST = """
             "parse_log_swift", SWIFT,
             {"AppTests.testOk": PASSED, "AppTests.testBad": FAILED},
         ),
+        ("parse_log_sbt", R_JUNIT, {"adds works": PASSED, "adds breaks": FAILED}),
         ("parse_logs_r_junit", R_JUNIT, {"adds::works": PASSED, "adds::breaks": FAILED}),
         ("parse_combined_test_reports", R_JUNIT, {"adds::works": PASSED, "adds::breaks": FAILED}),
         (

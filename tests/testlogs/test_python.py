@@ -110,6 +110,8 @@ def test_a_truncated_id_means_all_with_that_prefix() -> None:
     assert outcome_of("t[log(a", found) is PASSED
     assert outcome_of("t[x", found) is None
     assert outcome_of("t", found) is None
+    tap = {"adds": PASSED, "later": SKIPPED}
+    assert (outcome_of("- adds", tap), outcome_of("- later # SKIP why", tap)) == (PASSED, SKIPPED)
 
 
 def test_an_absent_test_failed_and_a_skipped_one_is_kept() -> None:
