@@ -17,8 +17,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # Debian packages for the tests; the daemon itself needs only git.
 DEBIAN_PACKAGES := libfaketime git git-lfs openssh-client openssh-server openssl jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap iproute2 skopeo umoci docker-registry pipx podman runc prometheus chromium chromium-driver fonts-dejavu-core slurmctld slurmd slurm-client munge
 
-# Supported versions, found by uv; pyenv's wrappers need the version in the environment.
-PYTHONS ?= 3.11 3.12 3.13
+# Supported versions and the next, found by uv; pyenv's wrappers need the version in the environment.
+PYTHONS ?= 3.11 3.12 3.13 3.14
 FIND_PYTHON = PYENV_VERSION=$(1) $(CURDIR)/$(BIN)/uv python find --system --no-python-downloads --no-project $(1) 2>/dev/null
 PYTHONS_TESTS ?= $(LOWEST_TESTS) tests/docs/test_commands.py tests/cli tests/mirrors tests/heal tests/audit
 
@@ -162,8 +162,8 @@ wheels: setup ## download the wheels of requirements.lock, for the package and i
 release: setup release-tools ## build wheels, sdists, deb, SBOM and SHA256SUMS of this commit in dist/
 	@$(BIN)/python packaging/release.py dist
 
-release-check: debian setup pythons wheels release-tools ## build twice, compare bytes, run the release tests
-	$(BIN)/python -m pytest -m release tests/packaging
+release-check: debian setup pythons wheels release-tools ## run the release tests, say what they skipped; build twice, compare bytes
+	$(BIN)/python -m pytest -m release -rs tests/packaging tests/environments/test_image_languages.py
 	@$(BIN)/python packaging/release.py --check dist
 
 release-tools: .venv/release/ready
