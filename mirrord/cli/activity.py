@@ -1,8 +1,8 @@
 """`mirrord status --watch`: show the daemon's activity, through its restarts."""
 
-import importlib
 import pwd
 import select
+import shutil
 import sys
 import termios
 import time
@@ -12,19 +12,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import mirrord
 
 from ..errors import MirrordError, NoDaemonError, ResourceError
 from ..protocol import Activity, EndpointActivity
-from .output import ago, cell, count, seconds, size, table
+from .output import ago, cell, count, cut, seconds, size, styled, table
 from .session import Session, as_json, print_line
 from .waiting import amount
 
 Line = tuple[str, str]
-"""A line and its style in rich."""
-_BOLD, _RED = "bold", "red"
+"""A line and its style, as of `styled`."""
+_BOLD, _RED = "1", "31"
 # a shorter pause shows nothing that a person can read, and each picture is a request
 _INTERVAL_MIN = timedelta(milliseconds=100)
 
@@ -71,28 +70,28 @@ def _print(session: Session, activity: Activity) -> None:
 
 def _show(client: mirrord.Client, pause: timedelta) -> None:
     """Update the terminal's alternate screen until the user quits."""
-    live = importlib.import_module("rich.live")
-    text = importlib.import_module("rich.text")
-    console = importlib.import_module("rich.console").Console(highlight=False)
-
-    def styled(lines: list[Line]) -> Any:
-        result = text.Text(no_wrap=True, overflow="crop", end="")
-        for number, (line, style) in enumerate(lines):
-            result.append("\n" * bool(number) + line, style)
-        return result
-
     last: list[Line] = []
-    with _keys() as wait, live.Live(console=console, screen=True, auto_refresh=False) as screen:
-        try:
+    # xterm's alternate screen, and no cursor there; each update goes home (ECMA-48)
+    _write("\x1b[?1049h\x1b[?25l")
+    try:
+        with _keys() as wait:
             for answer in _each(client, pause, wait):
+                width, height = shutil.get_terminal_size()
                 if isinstance(answer, MirrordError):
-                    status = _cut(f"waiting for the daemon: {answer.message}", console.width)
+                    status = cut(f"waiting for the daemon: {answer.message}", width)
                     lines = [(status, _RED), *last[1:]]
                 else:
-                    lines = last = render(answer, *console.size)
-                screen.update(styled(lines), refresh=True)
-        except KeyboardInterrupt:
-            return
+                    lines = last = render(answer, width, height)
+                rows = [f"{styled(text, style) if style else text}\x1b[K" for text, style in lines]
+                _write("\x1b[H" + "\n".join(rows) + "\x1b[J")
+    except KeyboardInterrupt:
+        return
+    finally:
+        _write("\x1b[?25h\x1b[?1049l")
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def _sleep(pause: float) -> bool:
@@ -143,11 +142,7 @@ def render(activity: Activity, width: int = sys.maxsize, height: int = sys.maxsi
         for rows in lists
         for line in [("", ""), (rows[0], _BOLD), *((text, "") for text in rows[1:])]
     ]
-    return [(_cut(text, width), style) for text, style in lines[:height]]
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+    return [(cut(text, width), style) for text, style in lines[:height]]
 
 
 def _totals(activity: Activity) -> Iterator[Line]:

@@ -46,7 +46,7 @@ def table(
     columns = range(len(widths))
     numeric = [bool(cells) and all(is_number(row[n]) for row in cells) for n in columns]
     for number, row in enumerate([header, *cells]):
-        texts = [_cut(row[n], widths[n]) for n in columns]
+        texts = [cut(row[n], widths[n]) for n in columns]
         aligned = (
             texts[n].rjust(widths[n]) if numeric[n] else texts[n].ljust(widths[n]) for n in columns
         )
@@ -78,8 +78,8 @@ def _row(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * (len(widths) - 1)
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+def cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"[:width]
 
 
 def listing(items: Iterable[T], columns: str, **computed: Callable[[T], object]) -> Iterator[str]:

@@ -41,6 +41,7 @@ class Session:
     socket: str | None = None
     debug: bool = False
     is_paged: bool = True
+    erase: str = ""  # what is drawn on stderr, before anything else is written there
     # the error with a better hint; `main` knows the words of this invocation
     advise: Callable[[MirrordError], MirrordError] | None = None
 
@@ -80,7 +81,7 @@ class Session:
     def note(self, text: str) -> None:
         """Print a remark to stderr, but not with --json or --quiet."""
         if not (self.json or self.quiet):
-            _print_safely(text)
+            self._print_safely(text)
 
     def report(self, report: AddReport) -> None:
         """Send a report for the daemon's page; a refused one is only noted."""
@@ -99,9 +100,14 @@ class Session:
         if self.json:
             print(dumps(error.problem(), default=str), file=sys.stderr)
             return
-        _print_safely(f"mirrord: {error.message}")
+        self._print_safely(f"mirrord: {error.message}")
         if error.hint:
-            _print_safely(f"hint: {error.hint}")
+            self._print_safely(f"hint: {error.hint}")
+
+    def _print_safely(self, text: str) -> None:
+        """Print lines to stderr, with control characters of names and rows escaped."""
+        for line in text.splitlines():
+            print(f"{self.erase}{legible(line)}", file=sys.stderr)
 
     def each(self, items: Iterable[T], work: Callable[[T], None]) -> None:
         """Call `work` for all items; exit with the status of the first failure, if any."""
@@ -119,12 +125,6 @@ class Session:
 def as_json(value: Any, indent: int | None = None) -> str:
     """Return JSON; messages in it are as the API sends them."""
     return dumps(value, indent=indent, default=methodcaller("to_json"))
-
-
-def _print_safely(text: str) -> None:
-    """Print lines to stderr, with control characters of names and rows escaped."""
-    for line in text.splitlines():
-        print(legible(line), file=sys.stderr)
 
 
 def print_line(text: str) -> None:

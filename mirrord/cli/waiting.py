@@ -1,10 +1,11 @@
-"""Wait for operations, with a progress bar on a terminal; and exit as their verbs do."""
+"""Wait for operations, with a line of progress on a terminal; and exit as their verbs do."""
 
-import importlib
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from datetime import timedelta
 from typing import TypeVar
 
 from ..errors import IntegrityError, MirrordError, NotFoundError, ResourceError, from_problem
@@ -19,36 +20,62 @@ from ..protocol import (
     Progress,
     Restored,
 )
-from .output import listing
+from ..quoting import legible
+from .output import ago, cut, listing
 from .session import Session
 
 A = TypeVar("A", bound=Answer)
 
 
+_DRAWN_EVERY_S = 0.1  # nobody sees more, and a terminal over ssh is slow
+_TITLE_MIN = 20
+
+
 @contextmanager
 def watching(session: Session, title: str) -> Iterator[Callable[[Progress], None]]:
-    """Show a progress bar if stderr is a terminal; yields the function that updates it."""
+    """Show a line of progress if stderr is a terminal; yields the function that updates it."""
     if session.json or session.quiet or not sys.stderr.isatty():
         yield lambda progress: None
         return
-    rich = importlib.import_module("rich.progress")  # takes 60 ms to load
-    console = importlib.import_module("rich.console").Console(stderr=True)
-    whole = partial(importlib.import_module("rich.table").Column, no_wrap=True)
-    columns = (
-        rich.TextColumn("{task.description}", markup=False, table_column=whole()),
-        rich.BarColumn(bar_width=20, table_column=whole(min_width=8)),
-        rich.TextColumn(
-            "{task.fields[units]}", markup=False, table_column=whole(overflow="ellipsis", ratio=1)
-        ),
-        rich.TimeElapsedColumn(table_column=whole(min_width=7)),
-        rich.TimeRemainingColumn(compact=True, table_column=whole(min_width=5)),
-    )
-    with rich.Progress(*columns, console=console, transient=True) as display:
-        # without a total the bar pulses
-        task = display.add_task(title, total=None, units="")
-        yield lambda progress: display.update(
-            task, completed=progress.done, total=progress.total or None, units=amount(progress)
-        )
+    began, drawn = time.monotonic(), 0.0
+
+    def draw(progress: Progress) -> None:
+        nonlocal drawn
+        now = time.monotonic()
+        if now - drawn >= _DRAWN_EVERY_S:
+            drawn = now
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            line = progress_line(title, progress, now - began, width - 1)
+            print(f"{session.erase}{line}", end="", file=sys.stderr, flush=True)
+
+    # the cursor to the first column, and what is behind it erased (ECMA-48)
+    session.erase = "\r\x1b[K"
+    draw(Progress())
+    try:
+        yield draw
+    finally:
+        print(session.erase, end="", file=sys.stderr, flush=True)
+        session.erase = ""
+
+
+def progress_line(title: str, progress: Progress, passed_s: float, width: int) -> str:
+    """Return name, bar, amount, rate, and the time passed and left; name and note are cut first."""
+    bar = rate = left = ""
+    if progress.total:
+        size = width // 5
+        full = size * min(progress.done, progress.total) // progress.total
+        bar = f"{'━' * full}{'─' * (size - full)}"
+    if progress.done and passed_s:
+        speed = progress.done / passed_s
+        rate = f"{speed:,.1f}/s"
+        if progress.total:
+            rest_s = max(progress.total - progress.done, 0) / speed
+            left = f"{ago(timedelta(seconds=rest_s))} left"
+    ends = [part for part in (rate, ago(timedelta(seconds=passed_s)), left) if part]
+    room = width - sum(len(part) + 2 for part in [bar, *ends] if part)
+    name = cut(legible(title), max(room // 2, _TITLE_MIN))
+    done = cut(legible(amount(progress)), max(room - len(name) - 2, 0))
+    return cut("  ".join(part for part in (name, bar, done, *ends) if part), width)
 
 
 def amount(progress: Progress) -> str:

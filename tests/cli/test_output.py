@@ -9,7 +9,9 @@ from datetime import timedelta
 import pytest
 
 from mirrord.cli.output import moment, table
+from mirrord.cli.waiting import progress_line
 from mirrord.model import utc_now
+from mirrord.protocol import Progress
 
 ROWS = [["a" * 16, "b" * 60, "c" * 30, "1,234"], ["d" * 16, "e" * 10, "", "7"]]
 HEADER = ["ID", "PATH", "PROBLEM", "COUNT"]
@@ -56,6 +58,25 @@ def test_a_terminal_gets_ages(
 ) -> None:
     del terminal
     assert moment(utc_now() - passed) == expected
+
+
+@pytest.mark.parametrize("width", [150, 105, 75, 60, 40, 10])
+def test_a_line_of_progress_has_name_bar_rate_and_the_time_left(width: int) -> None:
+    """It fits the terminal, and no name in it draws anything."""
+    progress = Progress(done=30, total=90, unit="commits", note="o__r\x1b[2J: " + "x" * 90)
+    line = progress_line("dataset.import d", progress, 60.0, width)
+    assert len(line) <= width
+    assert "\x1b" not in line
+    if width >= 60:
+        assert line.startswith("dataset.import d")
+        assert line.endswith("  0.5/s  1m 0s  2m 0s left")
+        assert line.count("─") == 2 * line.count("━") > 0
+    if width >= 75:
+        assert "  30/90 com" in line
+
+
+def test_progress_without_a_total_promises_nothing() -> None:
+    assert progress_line("sync o__r", Progress(), 1.0, 80) == "sync o__r  1s"
 
 
 _ANSWER = """
