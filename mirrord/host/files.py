@@ -353,7 +353,9 @@ def copy_bytes(source: int, sink: int, size: int) -> None:
     """
     with suppress(OSError):
         fcntl.ioctl(sink, _FICLONE, source)
-        os.ftruncate(sink, min(size, os.fstat(sink).st_size))  # it may have grown meanwhile
+        # it may have grown meanwhile; else xfs would copy the last block, all of a small file
+        if os.fstat(sink).st_size > size:
+            os.ftruncate(sink, size)
         return
     offset = 0
     try:
