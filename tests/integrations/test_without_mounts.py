@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from container_engines import why_no_podman
 from gitrepos import Upstream
-from harness_daemon import FIX, INSTANCE, PROJECT_ROOT, ROLLOUTS, environment, make_instance
+from harness_daemon import (
+    INSTANCE,
+    PROJECT_ROOT,
+    ROLLOUTS,
+    environment,
+    make_instance,
+    mini_swe_agent,
+)
 from pods import Pod, pod
 from python_packages import wheel
 
@@ -77,24 +83,6 @@ def test_rollouts(lab: Lab) -> None:
 
 
 def test_predictions_of_mini_swe_agent_are_graded(lab: Lab) -> None:
-    submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && git diff"
-    outputs = [
-        {"role": "assistant", "content": each, "extra": {"actions": [{"command": each}], "cost": 0.0}}
-        for each in (f"python -c 'import tiny' && {FIX}", submit)
-    ]  # fmt: skip
-    model = {"model_class": "minisweagent.models.test_models.DeterministicModel"}
-    config = {
-        "model": {**model, "outputs": outputs},
-        "environment": {"checkout": {"environment": "auto"}},
-        "run": {"env_startup_command": "{{instance_id}}"},
-    }
-    (lab.root / "ours.yaml").write_text(yaml.safe_dump(config))
-    (lab.root / "rows").mkdir()
-    shutil.copy(lab.root / "shapes.jsonl", lab.root / "rows/test.jsonl")
-    lab.run(
-        *("-m", "minisweagent.run.benchmarks.swebench", "--subset", "rows", "--split", "test"),
-        *("-c", "swebench.yaml", "-c", "ours.yaml", "--output", "mini"),
-        *("--environment-class", "mirrord.integrations.mini_swe_agent.MirrordEnvironment"),
-    )
+    lab.run(*mini_swe_agent(lab.root))
     graded = lab.pod.json("grade", "--predictions", f"{lab.root}/mini/preds.json", "--run")
     assert [each["state"] for each in graded["predictions"]] == ["resolved"], graded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from daemons import Daemon
 from gitrepos import Upstream
 from python_packages import building, recipe
@@ -123,6 +125,29 @@ def make_instance(root: Path, upstream: Upstream) -> dict[str, Any]:
     facts |= {"test_command": f'"{TEST}"', "log_parser": '"pytest"'}
     (root / "recipes.toml").write_text(recipe("acme__shapes-1.0", "tiny==1.0", **facts))
     return row
+
+
+def mini_swe_agent(root: Path) -> list[str]:
+    """Write what it reads below `root`; its arguments, to solve the instance of `shapes.jsonl` there."""
+    submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && git diff"
+    outputs = [
+        {"role": "assistant", "content": each, "extra": {"actions": [{"command": each}], "cost": 0.0}}
+        for each in (f"python -c 'import tiny' && {FIX}", submit)
+    ]  # fmt: skip
+    model = {"model_class": "minisweagent.models.test_models.DeterministicModel"}
+    config = {
+        "model": {**model, "outputs": outputs},
+        "environment": {"checkout": {"environment": "auto"}},
+        "run": {"env_startup_command": "{{instance_id}}"},
+    }
+    (root / "ours.yaml").write_text(yaml.safe_dump(config))
+    (root / "rows").mkdir()
+    shutil.copy(root / "shapes.jsonl", root / "rows/test.jsonl")
+    return [
+        *("-m", "minisweagent.run.benchmarks.swebench", "--subset", "rows", "--split", "test"),
+        *("-c", "swebench.yaml", "-c", "ours.yaml", "--output", "mini"),
+        *("--environment-class", "mirrord.integrations.mini_swe_agent.MirrordEnvironment"),
+    ]
 
 
 @contextmanager
