@@ -12,7 +12,8 @@ RawFields = Mapping[str, Any]
 
 _NAMES = {
     "repo": "repo repository repo_name repo_full_name full_name nwo github_repo original_repo"
-    " github_url repo_url repository_url clone_url github project project_name url html_url",
+    " github_url repo_url repo_addr repository_url clone_url github project project_name url"
+    " html_url",
     "instance_id": "instance_id instance task_id task problem_id issue_id bug_id uid id key name",
     "base_commit": "base_commit base_sha base_commit_sha base_commit_hash base_commit_id base_rev"
     " base base_ref parent_commit parent_sha parent parent_hash before_commit commit_before before"
@@ -21,11 +22,12 @@ _NAMES = {
     " prev_commit previous_commit pre_commit source_commit vulnerable_commit"
     " commit_id commit commit_sha commit_hash sha hash revision",
     "gold_commits": "gold_commit gold_commits pr_commit merge_commit merge_commit_sha fix_commit"
-    " fixed_commit opt_commit reference_commit solution_commit target_commit after_commit"
-    " fixed_commit_id revision_fixed revision_id_fixed"
+    " fixing_commit fixed_commit opt_commit reference_commit solution_commit target_commit"
+    " after_commit fixed_commit_id revision_fixed revision_id_fixed"
     " commit_after after new_commit head_commit head_sha commit_urls patch_commit",
     "patch": "patch gold_patch golden_patch gt_patch gt_diff fix_patch fix reference_patch"
     " solution_patch solution ground_truth_patch code_patch oracle_patch feature_patch bug_patch"
+    " developers_patch"
     " diff",
     "test_patch": "test_patch tests_patch f2p_patch test_diff gold_test_patch golden_test_patch",
     "fail_to_pass": "fail_to_pass fail2pass f2p f2p_tests fixed_tests failing_tests fail_tests",
@@ -65,7 +67,8 @@ def guess_mapping(rows: Sequence[RawFields]) -> str:
 
 
 def _plain_name(path: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", path.lower()).strip("_")
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", path)  # baseCommit
+    return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
 
 
 def _iter_columns(row: RawFields) -> Iterator[tuple[str, Any]]:
@@ -112,7 +115,12 @@ _REPO = re.compile(r"(?:\S+[/:])?[\w.-]+/[\w.-]+/?")
 
 
 def _complete(mapping: dict[str, str], names: dict[str, str], columns: dict[str, Any]) -> None:
-    """Add the owner to a repository without one, and an id made of repository and number."""
+    """Add the owner to a repository without one, an id made of repository and number, and the
+    parent of a fix as the base.
+    """
+    fix = mapping.get("gold_commits")
+    if "base_commit" not in mapping and fix and _COMMIT.fullmatch(str(columns[fix])):
+        mapping["base_commit"] = f"{{{fix}}}^"
     owner = next((names[name] for name in _OWNERS if name in names), None)
     repo = mapping.get("repo")
     if repo and owner and not _REPO.fullmatch(str(columns[repo])):

@@ -419,6 +419,14 @@ UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"repo_url": "https://github.com/psf/requests", "pr_number": 7, "Parent-Commit": BASE},
         {"repo": "repo_url", "base_commit": "Parent-Commit"},
     ),
+    "capitals": (
+        {"taskId": "t", "repoName": "psf/requests", "baseCommit": BASE, "failToPass": ["a"]},
+        {"instance_id": "taskId", "base_commit": "baseCommit", "fail_to_pass": "failToPass"},
+    ),
+    "only a fix": (
+        {"id": "5", "repo_addr": "https://github.com/psf/requests", "fixing_commit": GOLD},
+        {"repo": "repo_addr", "base_commit": "{fixing_commit}^", "gold_commits": "fixing_commit"},
+    ),
 }
 
 
@@ -441,7 +449,8 @@ def test_an_unknown_shape_is_answered_with_a_mapping_to_use(
         assert f'{field} = "{column}"' in mapping
     result = case.read_path(path, parse_mapping(mapping))
     assert (result.row_count, list(result.names)) == (1, ["psf__requests"])
-    assert case.rows[0]["base"] == BASE
+    read = case.rows[0]["base"], case.rows[0]["revision"]
+    assert read == ((None, f"{GOLD}^") if "^" in mapping else (BASE, None))
 
 
 def test_a_guess_says_which_fields_are_missing(case: Case) -> None:
