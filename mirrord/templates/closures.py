@@ -30,7 +30,17 @@ from ..model import FIRST_PARENTS_LIMIT, CommitId, MirrorName, Resolved
 from ..telemetry import log
 from ..workers.pool import Workers
 from ..workers.turns import Turns
-from .chains import SHORT, Layers, PackLayer, chain, choose_root, is_short, plan
+from .chains import (
+    NEIGHBOURS,
+    SHORT,
+    Layers,
+    PackLayer,
+    chain,
+    choose_root,
+    is_short,
+    plan,
+    plan_far,
+)
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish
 
@@ -260,7 +270,12 @@ class Closures:
             return
         # a short step has no room for a way-point; skip reading the recorded commits
         straight = len(line) > SHORT + 1 and commit in await self.recorded(name)
-        steps = plan(self._known(name), line, straight=straight)
+        far = len(line) > 2 * NEIGHBOURS and not straight
+        steps = (
+            plan_far(self._known(name), line)
+            if far
+            else plan(self._known(name), line, straight=straight)
+        )
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
             places = [(step, stack.enter_context(self._new_place(name))) for step in steps]
@@ -275,12 +290,13 @@ class Closures:
                 self._publish_packed(name, layer, place)
         if long and self.shared:
             self.deferred.begin(("share", commit), partial(self._offer, name, commit))
-        if [step.base for step in steps] == [None, line[-1]]:
-            work = partial(self._lay_waypoints, name, line[1:])
+        near = line[: NEIGHBOURS + 1]
+        if far or [step.base for step in steps] == [None, near[-1]]:
+            work = partial(self._lay_waypoints, name, near[1:])
             self.deferred.begin(("way-points", commit), work)
 
     async def _lay_waypoints(self, name: MirrorName, line: list[CommitId]) -> None:
-        """Pack way-points for the neighbours below a first commit, itself one wide step."""
+        """Pack way-points for the neighbours below a first or far commit, itself one wide step."""
         for step in plan(self._known(name), line, ahead=True)[:-1]:
             async with self._locks[name.key].turn():
                 layers = self._known(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mirrord.model import CommitId
 from mirrord.templates.chains import (
     CHAIN_LIMIT,
+    NEIGHBOURS,
     ROOT_MARGINS,
     STRIDES,
     PackLayer,
@@ -12,6 +13,7 @@ from mirrord.templates.chains import (
     choose_root,
     grid,
     plan,
+    plan_far,
     previous,
 )
 
@@ -48,6 +50,15 @@ def test_a_first_commit_needs_two_packs() -> None:
     layers = {layer.commit: layer for layer in first}
     neighbour = plan(layers, line[10:])
     assert [layer.depth for layer in neighbour] == [*range(32, 246, 32), 246]
+
+
+def test_a_far_commit_needs_two_packs_and_one_each_4096_steps() -> None:
+    """Each way-point is a walk of git; those near the commit are laid after the answer."""
+    line = [CommitId(f"{number:040}") for number in range(10_001)]
+    root = PackLayer(line[-1], None, 0)
+    planned = plan_far({root.commit: root}, line)
+    assert [layer.depth for layer in planned] == [4096, 8192, 10_000 - NEIGHBOURS, 10_000]
+    assert len(chain({layer.commit: layer for layer in [root, *planned]}, line[0])) <= 5
 
 
 def test_a_parent_that_has_a_layer_is_not_packed_again() -> None:
