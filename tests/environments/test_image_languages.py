@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,9 +21,10 @@ from mirrord.protocol import BuildReport
 from mirrord.sandbox.box import find_obstacle
 
 BASE = ("bash", "coreutils", "dash", "git", "grep", "mawk", "sed", "util-linux")
-PACKAGES = ("bats", "cmake", "gcc", "golang-go", "libc6-dev", "make", "nodejs")
-NEEDED = ("skopeo", "umoci", "dpkg-query", "bats", "cmake", "gcc", "go", "make", "node")
-MISSING = [name for name in NEEDED if not shutil.which(name)]
+PACKAGES = ("bats", "cargo", "cmake", "gcc", "golang-go", "libc6-dev", "make", "nodejs")
+NEEDED = ("skopeo", "umoci", "dpkg-query", "bats", "cargo", "cmake", "gcc", "go", "make", "node")
+# Debian's: the image has the files of its packages
+MISSING = [name for name in NEEDED if not shutil.which(name, path=os.defpath)]
 pytestmark = [
     pytest.mark.release,  # an image of 1.1 GB takes minutes
     pytest.mark.root,
@@ -77,6 +79,14 @@ PROJECTS = {
          'const { add } = require("./x.js");\n'
          't("adds", () => is(add(2, 2), 4));\nt("three", () => is(add(1, 2), 3));\n')),
         "node --test", "tap",
+    ),
+    "rust": Project(
+        {"Cargo.toml": '[package]\nname = "x"\nversion = "0.1.0"\nedition = "2021"\n',
+         "src/lib.rs": "pub fn add(a: i32, b: i32) -> i32 {\n  {}\n}\n"},
+        "src/lib.rs",
+        ("tests/t.rs", ("use x::add;\n#[test]\nfn adds() { assert_eq!(add(2, 2), 4) }\n"
+         "#[test]\nfn three() { assert_eq!(add(1, 2), 3) }\n")),
+        "CARGO_HOME=/tmp/c CARGO_TARGET_DIR=/tmp/t cargo test --offline", "cargo",
     ),
     "bats": Project(
         {"x.sh": "add() {\n  echo $(({}));\n}\n"},

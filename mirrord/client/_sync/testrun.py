@@ -80,7 +80,7 @@ def run_tests(
     finally:
         if log_file:
             log_file.parent.mkdir(parents=True, exist_ok=True)
-            log_file.write_text(log)
+            log_file.write_bytes(log.encode())
     parser = find_parser(recipe.log_parser)
     assert parser is not None  # build_environment looked
     tests = [*(row.fail_to_pass or ()), *(row.pass_to_pass or ())]
