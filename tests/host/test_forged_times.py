@@ -1,14 +1,11 @@
-"""Who could set a ctime: in a container as engines make it, nobody."""
+"""Who could set a ctime: in a container without certain capabilities, nobody; with MKNOD, `places/test_container.py`."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from container_engines import IMAGE, why_no_podman
-from pods import Pod, pod
 
 from mirrord.host.ctimes import may_forge_ctimes
 
@@ -44,23 +41,3 @@ def test_root_of_a_container_cannot_without_the_capabilities(kept: str | None) -
 def test_one_process_that_has_them_is_enough() -> None:
     """Such as one that was started with more of them in the same container."""
     assert asked_in_a_container(*_ALL, beside="sleep 60 & ")
-
-
-def asked_in(made: Pod) -> bool:
-    done = made.python("-c", _ASK)
-    assert done.stdout.strip() in {"True", "False"}, done
-    return done.stdout.strip() == "True"
-
-
-@pytest.mark.skipif(bool(why_no_podman()), reason=why_no_podman())
-def test_devices_that_a_control_group_refuses_are_out_of_reach(tmp_path: Path) -> None:
-    """MKNOD makes nodes that nobody may open; a process of another control group is not asked."""
-    with pod(tmp_path) as made:
-        made.run("sh", "-c", "(true &); exec true")  # its first process waits for no other
-        assert not asked_in(made)
-        beside = ("--detach", f"--pid=container:{made.name}")
-        other = made.engine("run", *beside, IMAGE, "sleep", "600")
-        try:
-            assert asked_in(made)
-        finally:
-            made.engine.remove(other)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from container_engines import why_no_podman
+from container_engines import IMAGE, why_no_podman
 from gitrepos import Upstream
 from pods import Pod, pod
 from python_packages import wheel
@@ -202,6 +202,23 @@ def test_the_doctor_and_the_status_name_the_place(place: tuple[Pod, int, str]) -
     for remedy in ("as root", "mirrord-mount", "systemctl", "MKNOD"):  # impossible, or for nothing
         assert remedy not in remedies
     assert made.json("status", user=user)["health"]["place"] == here
+
+
+FORGED = "from mirrord.host.ctimes import may_forge_ctimes; print(may_forge_ctimes())"
+
+
+def test_mknod_forges_no_ctime_where_no_disk_can_be_opened(place: tuple[Pod, int, str]) -> None:
+    """A process of another control group has not been tried."""
+    made, user, _ = place
+    if user:
+        return  # its trees are not root's
+    made.run("sh", "-c", "(true &); exec true")  # the container's first process waits for no other
+    assert made.python("-c", FORGED).stdout == "False\n"
+    beside = made.engine("run", "--detach", f"--pid=container:{made.name}", IMAGE, "sleep", "600")
+    try:
+        assert made.python("-c", FORGED).stdout == "True\n"
+    finally:
+        made.engine.remove(beside)
 
 
 SANDBOX = """
