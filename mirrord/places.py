@@ -154,6 +154,7 @@ class Layout:
         self.templates, self.environments = root / "templates", root / "environments"
         self.checkouts, self.leases = root / "checkouts", root / "leases"
         self.catalog, self.home = root / "catalog.sqlite3", root / "home"
+        self.detached_log = root / "daemon.log"  # of `mirrord serve --detach`
         self.version, self.run = root / "state_version", root / "run"
 
     def make_root(self) -> None:

@@ -14,8 +14,9 @@ from .. import __version__, config, errors
 from ..client.primitives_sync import whole_file
 from ..config import Settings
 from ..doctor import examine
-from ..doctor.support import Scrubber, find_places, find_versions, read_journal
+from ..doctor.support import Scrubber, find_places, find_versions, read_journal, read_log
 from ..errors import full_disk_named
+from ..places import Layout
 from ..telemetry import masked
 from .session import Session
 
@@ -80,6 +81,15 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
     def configuration() -> str:
         return _text(scrub.value(json.loads(masked(settings().model_dump_json()))))
 
+    def journal() -> str:
+        try:
+            return _lines(list(read_journal(scrub)))
+        except errors.MirrordError:
+            log = Layout(settings().state_dir).detached_log
+            if not log.exists():
+                raise
+            return _lines(list(read_log(log, scrub)))
+
     return {
         "versions.json": lambda: _text(find_versions()),
         "configuration.json": configuration,
@@ -92,7 +102,7 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
         "events.jsonl": events,
         "operations.jsonl": operations,
         "metrics.txt": lambda: scrub.text(client.metrics()),
-        "journal.jsonl": lambda: _lines(list(read_journal(scrub))),
+        "journal.jsonl": journal,
     }
 
 

@@ -7,10 +7,12 @@ import platform
 import re
 import secrets
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -204,3 +206,11 @@ def read_journal(scrub: Scrubber) -> Iterator[dict[str, Any]]:
                 "priority": entry.get("PRIORITY"),
                 "message": scrubbed,
             }
+
+
+def read_log(log: Path, scrub: Scrubber) -> Iterator[dict[str, Any]]:
+    """Yield lines of the log of `serve --detach`."""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        for line in deque(lines, _LINES_MAX):
+            if (scrubbed := scrub.log_line(line)) is not None:
+                yield {"message": scrubbed}

@@ -36,6 +36,10 @@ def test_without_a_daemon_it_says_what_could_not_be_had(
         f'[environments]\nindex = "https://host/{word("index token")}/simple"\n'
         f'[[mirror]]\nrepo = "o/r"\nurl = "https://{word("user")}@forge/x"\n'
     )
+    (tmp_path / "state").mkdir()
+    line = {"event": "daemon.started", "pid": 7, "instance": word("instance")}
+    (tmp_path / "state" / "daemon.log").write_text(json.dumps(line) + "\n")
+    monkeypatch.setenv("PATH", "/nowhere")  # without journalctl
     file = tmp_path / "bundle.tar.gz"
     words = ["doctor", "--report", str(file), "--config", str(config), "--json"]
     assert run(words) == 0
@@ -51,6 +55,7 @@ def test_without_a_daemon_it_says_what_could_not_be_had(
         content = b"".join(part.read() for part in parts.values() if part)
     assert secrets.found_in(content) == set()
     assert b"https://forge/" in content
+    assert b'{"message": {"event": "daemon.started", "pid": 7}}' in content
     assert run(words) == 5
     assert run(["doctor", "--report", str(tmp_path / "absent" / "x"), "--config", str(config)]) == 2
 

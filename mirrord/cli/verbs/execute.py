@@ -123,7 +123,8 @@ def execute(
         given["owner"] = _free_uid(session)
     with _checkout(session, target, given, view) as checkout:
         if checkout.lease.owner_uid == 0 and not sandbox.keep_access:
-            session.note("mirrord: the command runs as root; name another user with --owner")
+            how = "`mirrord checkout --owner`" if is_id(target) else "--owner"
+            session.note(f"mirrord: the command runs as root; name another user with {how}")
         status = run.in_checkout(checkout, session)
         if patch is not None:
             patch.write_bytes(checkout.diff())

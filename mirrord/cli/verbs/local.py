@@ -35,7 +35,7 @@ _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
 def _log_path(session: Session) -> Path:
-    return Layout(config.load(session.config_path).state_dir).root / "daemon.log"
+    return Layout(config.load(session.config_path).state_dir).detached_log
 
 
 def detach(session: Session) -> bool:
