@@ -27,6 +27,7 @@ NEEDED = ("skopeo", "umoci", "dpkg-query", "bats", "cargo", "cmake", "gcc", "go"
 MISSING = [name for name in NEEDED if not shutil.which(name, path=os.defpath)]
 pytestmark = [
     pytest.mark.release,  # an image of 1.1 GB takes minutes
+    pytest.mark.timeout(1200),
     pytest.mark.root,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
     pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
