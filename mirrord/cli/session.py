@@ -40,7 +40,6 @@ class Session:
     config: str | None = None
     socket: str | None = None
     debug: bool = False
-    is_paged: bool = True
     erase: str = ""  # what is drawn on stderr, before anything else is written there
     # the error with a better hint; `main` knows the words of this invocation
     advise: Callable[[MirrordError], MirrordError] | None = None
@@ -66,7 +65,7 @@ class Session:
         if self.json:
             self.print_json(answer)
             return
-        if self.is_paged and sys.stdout.isatty():
+        if sys.stdout.isatty():
             lines = list(lines)
             if sum(line.count("\n") + 1 for line in lines) > shutil.get_terminal_size().lines:
                 # in $PAGER, else less, as git does; a terminal's colours are shown
