@@ -12,7 +12,8 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import date, datetime, timezone
+from decimal import Decimal
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -307,7 +308,7 @@ class Fields:
     def text(self, field: str) -> str | None:
         """Read a short text or a number; None if empty or anything else."""
         value = self._find(field)[1]
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
             value = str(value)
         if not isinstance(value, str) or not value.strip() or not is_encodable(value):
             return None
@@ -319,6 +320,8 @@ class Fields:
         if value is None:
             return None
         try:
+            if isinstance(value, date) and not isinstance(value, datetime):
+                value = value.isoformat()
             time = value if isinstance(value, datetime) else datetime.fromisoformat(value.strip())
             zone = time.tzinfo or timezone.utc
             return time.replace(tzinfo=zone).astimezone(timezone.utc)

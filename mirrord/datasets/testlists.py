@@ -48,6 +48,8 @@ def read_names(value: Any) -> NameList:
             break
         value, note = _parsed(value.strip())
         notes.append(note)
+    if isinstance(value, list) and value and all(_is_pair(member) for member in value):
+        value = dict(value)  # a map of Parquet
     if isinstance(value, Mapping):
         notes.append("keys of an object")
         value = _keys(value)
@@ -58,6 +60,10 @@ def read_names(value: Any) -> NameList:
         return NameList(None, tuple(notes))
     # the order of a set of texts differs from process to process
     return NameList(tuple(sorted(items) if isinstance(value, set) else items), tuple(notes))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def _keys(value: Mapping[Any, Any]) -> Any:

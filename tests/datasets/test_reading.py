@@ -9,6 +9,8 @@ import os
 import random
 import subprocess
 import sys
+from datetime import date, datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,8 @@ def test_a_full_disk_is_said_so(tmp_path: Path) -> None:
     path.write_bytes(lines([row(n) for n in range(200)]))
     code = """
 import os, sys
+from datetime import date, datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from mirrord.datasets.reading import read_dataset
 class Full(type(Path())):
@@ -348,6 +352,7 @@ LISTS: dict[str, tuple[Any, tuple[str, ...], str | None]] = {
     "a Python set": ("{'b', 'a'}", ("a", "b"), "Python literal"),
     "keys of an object": ({"a": {"run": "PASS"}, "b": {}}, ("a", "b"), "keys of an object"),
     "keys of an object in JSON": ('{"a": 1}', ("a",), "keys of an object"),
+    "a map of Parquet": ([("a", "PASS"), ("b", "PASS")], ("a", "b"), "keys of an object"),
     "nothing": (None, (), None),
     "an empty string": ("", (), None),
     "an empty list": ([], (), None),
@@ -407,6 +412,9 @@ def test_what_pandas_writes_for_nothing_is_nothing(case: Case, value: Any) -> No
 def test_numbers_that_were_text_are_text_again(case: Case) -> None:
     case.read([row(instance_id=7, version=3.1), row(instance_id=8.0, version=4)])
     assert [(line["id"], line["version"]) for line in case.rows] == [("7", "3.1"), ("8", "4")]
+    fields = Fields({"version": Decimal("3.10"), "created_at": date(2020, 1, 2)})  # of Parquet
+    assert fields.text("version") == "3.10"
+    assert fields.time("created_at") == datetime(2020, 1, 2, tzinfo=timezone.utc)
 
 
 REVISIONS = [f"{BASE}^", f"{BASE}~2", f"{BASE}^2~1", "main", "v1.0", "release/1.x", "v1.0~2"]
@@ -525,6 +533,8 @@ def test_no_bytes_make_the_scanner_fail(content: bytes) -> None:
 
 _READ_LARGE = """
 import resource, sys
+from datetime import date, datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from mirrord.datasets.reading import read_dataset
 read_dataset(Path(sys.argv[2]), "warm", None, Path(sys.argv[3] + ".warm"))
@@ -636,6 +646,8 @@ def test_a_dictionary_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> No
 
 READ = """
 import resource, sys
+from datetime import date, datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from mirrord.datasets.reading import read_dataset
 from mirrord.errors import MirrordError
