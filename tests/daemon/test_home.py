@@ -50,7 +50,8 @@ def test_the_doctor_looks_where_the_daemon_mounts(at_home: Home) -> None:
     assert facts["place"].startswith("namespace: ")
     assert facts["overlay"] == "overlay mount works, for this user"
     assert facts["group"].endswith("does not exist: no other user may use mirrord")
-    assert facts["exec"] == "for this uid; /etc/subuid gives it no others"
+    assert facts["exec"].startswith("for this uid")  # other tests may give it subordinate ones
+    assert "root" not in facts["exec"]
     assert facts["privileges"] == f"uid {UID}, may mount"
 
 
