@@ -53,7 +53,7 @@ class Home(Daemon):
             extra_groups=(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,  # a harness imports for a while on a loaded machine
             check=False,
         )
         if check and done.returncode:
