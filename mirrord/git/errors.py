@@ -243,10 +243,12 @@ class StderrReader:
         self.host_key: str | None = None  # of ssh
 
     def feed(self, chunk: bytes) -> None:
-        *lines, tail = re.split(rb"[\r\n]", self._tail + chunk)
-        self._tail = tail[-_LINE_MAX:]
-        for line in lines:
-            self._take(line)
+        parts = re.split(rb"([\r\n])", self._tail + chunk)
+        self._tail = parts[-1][-_LINE_MAX:]
+        for line, end, after in zip(parts[::2], parts[1::2], parts[2::2], strict=False):
+            # git prints each percent: of those that come together the last tells as much
+            if not (end == b"\r" and b"% (" in line and b"% (" in after):
+                self._take(line)
 
     def text(self) -> str:
         tail, self._tail = self._tail, b""

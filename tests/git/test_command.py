@@ -529,6 +529,9 @@ def test_progress_and_messages_are_distinguished() -> None:
         reader.feed(data[at : at + 7])
     assert [(p.done, p.total, p.unit) for p in seen] == [(1, 2, "objects"), (2, 2, "objects")]
     assert reader.text() == "fatal: no"
+    seen.clear()
+    reader.feed(data)
+    assert [p.done for p in seen] == [2], "what was overwritten in the same moment is not news"
 
 
 def test_home_of_git_children_is_private(tmp_path: Path) -> None:
