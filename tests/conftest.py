@@ -15,6 +15,8 @@ from checkout_parts import rich_upstream
 from gitrepos import Upstream
 from heal_parts import Furnished, House
 
+from mirrord.workers.pool import FORK_SERVER
+
 
 def pytest_configure() -> None:
     """Be independent of the shell: it may ignore Ctrl-C for its children, or have a strict umask."""
@@ -25,6 +27,20 @@ def pytest_configure() -> None:
         "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("tests")
+    # Parts of a daemon in this process have a worker for each test, which would import them all.
+    FORK_SERVER.preload = (
+        "mirrord.audit.examine",
+        "mirrord.changes.survey",
+        "mirrord.datasets.reading",
+        "mirrord.environments.leaks",
+        "mirrord.grading.prepare",
+        "mirrord.heal.damaged_packs",
+        "mirrord.heal.publish",
+        "mirrord.mirrors.survey",
+        "mirrord.patches.diff",
+        "mirrord.templates.layers",
+        "mirrord.trees.pooled",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -337,7 +337,7 @@ def prepare(database: Database) -> bool:
                 f" ({', '.join(sorted(foreign))}) but no schema version",
                 hint="it is not mirrord's catalog, or a broken copy of one; name another database",
             )
-        metadata.create_all(connection)
+        metadata.create_all(connection, checkfirst=False)
         version.create(connection)
         connection.execute(sa.insert(version).values(version_num=HEAD))
     log.info("catalog.created", catalog=database.label, revision=HEAD)

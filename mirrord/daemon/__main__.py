@@ -26,14 +26,13 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 os.umask(0o022)  # as git expects for a checkout's files; private files set their own mode
 
 # it loads these modules on another processor while the daemon loads
-FORK_SERVER.start(
-    [
-        "mirrord.templates.layers",
-        "mirrord.changes.survey",
-        "mirrord.patches.diff",
-        "mirrord.grading.prepare",
-    ]
+FORK_SERVER.preload = (
+    "mirrord.templates.layers",
+    "mirrord.changes.survey",
+    "mirrord.patches.diff",
+    "mirrord.grading.prepare",
 )
+FORK_SERVER.start()
 
 from .main import main
 

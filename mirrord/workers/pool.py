@@ -49,22 +49,21 @@ _SHORT = timedelta(minutes=1)
 class ForkServer:
     """The process that workers are forked from (`forkserver.py`), started when first needed.
 
-    Workers get the umask and the limits that the daemon had at that moment.
+    Workers get the umask and the limits that the daemon had at that moment. `preload` names modules
+    that it imports for its workers.
     """
 
     def __init__(self) -> None:
+        self.preload: Sequence[str] = ()
         # reentrant: `fork` starts and stops the server itself
         self._lock = threading.RLock()
         self._running: tuple[Popen, socket.socket] | None = None
-        self._preload: Sequence[str] = ()
 
-    def start(self, preload: Sequence[str] = ()) -> None:
-        """Start the process. `preload` names modules that it imports for its workers."""
+    def start(self) -> None:
         with self._lock:
-            self._preload = preload
             control, far_end = socket.socketpair()
             with far_end, passing_capabilities():
-                process = start_module("mirrord.workers.forkserver", far_end, preload)
+                process = start_module("mirrord.workers.forkserver", far_end, self.preload)
             self._running = process, control
 
     def stop(self) -> None:
@@ -85,7 +84,7 @@ class ForkServer:
         with self._lock, far_end:
             for _ in range(2):  # the server may have been killed
                 if self._running is None:
-                    self.start(self._preload)
+                    self.start()
                 assert self._running is not None
                 try:
                     socket.send_fds(self._running[1], [bytes([is_low])], [far_end.fileno()])

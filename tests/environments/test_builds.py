@@ -19,16 +19,15 @@ from daemons import Daemon
 from gitrepos import Upstream
 from procsearch import command as search
 from python_packages import building, recipe, source_distribution, wheel
+from sandbox_here import needs_sandbox
 from waiting import until
 
 from mirrord import Client
 from mirrord.environments.builder import build_owner
 from mirrord.errors import NotFoundError
 from mirrord.protocol import BuildReport, Operation
-from mirrord.sandbox.box import find_obstacle
 
-OBSTACLE = find_obstacle()
-pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=f"no sandbox can be made: {OBSTACLE}")
+pytestmark = needs_sandbox
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ import images
 import pytest
 from gitrepos import Upstream
 from image_bench import Bench, image_bench, static_registry
+from sandbox_here import needs_sandbox
 
 from mirrord.protocol import BuildReport
-from mirrord.sandbox.box import find_obstacle
 
 BASE = ("bash", "coreutils", "dash", "git", "grep", "mawk", "sed", "util-linux")
 PACKAGES = ("bats", "cargo", "cmake", "gcc", "golang-go", "libc6-dev", "make", "nodejs")
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.root,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
-    pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
+    needs_sandbox,
 ]
 
 

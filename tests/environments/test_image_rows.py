@@ -14,19 +14,19 @@ import images
 import pytest
 from gitrepos import Upstream, git
 from image_bench import Bench, image_bench, static_registry
+from sandbox_here import needs_sandbox
 from waiting import until
 
 from mirrord import Sandbox
 from mirrord.environments.images.upstreams import find_repository
 from mirrord.errors import CancelledError, InvalidImageError
 from mirrord.protocol import BuildReport, DatasetImported
-from mirrord.sandbox.box import find_obstacle
 
 MISSING = [name for name in ("skopeo", "umoci") if not shutil.which(name)]
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
-    pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
+    needs_sandbox,
 ]
 AGENT = 34541
 PARSING = """printf '{"tests": [' > "$3"; comma=

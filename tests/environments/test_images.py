@@ -17,6 +17,7 @@ import pytest
 from gitrepos import git
 from homes import home
 from image_bench import Bench, image_bench, long
+from sandbox_here import needs_sandbox
 from waiting import until
 
 from mirrord import Sandbox, protocol
@@ -30,13 +31,12 @@ from mirrord.errors import (
     UsageError,
 )
 from mirrord.model import DiffFormat
-from mirrord.sandbox.box import find_obstacle
 
 MISSING = [name for name in ("skopeo", "umoci") if not shutil.which(name)]
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
-    pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
+    needs_sandbox,
 ]
 AGENT = 34541
 BCRYPT = "$2b$04$3W8a2WaACChMaTtiW8HpcOFQ.ZV/tYEbddeDozFQiKEUhc.TGEuw2"

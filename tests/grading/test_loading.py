@@ -16,15 +16,14 @@ from daemons import Daemon
 from gitrepos import Upstream
 from graded_project import AGENT, GRADER, give_away, write
 from python_packages import building, wheel, wheel_of
+from sandbox_here import needs_sandbox
 
 from mirrord import Checkout, Client, SteeringRefusedError
-from mirrord.sandbox.box import find_obstacle
 
-OBSTACLE = find_obstacle()
 pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(OBSTACLE), reason=f"no sandbox can be made: {OBSTACLE}"),
+    needs_sandbox,
 ]
 
 INSTANCE = "acme__rings-1"

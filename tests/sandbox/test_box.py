@@ -17,15 +17,16 @@ import pytest
 from accounts import accounts
 from anyone import BARE_PYTHON, python
 from procsearch import command as search
+from sandbox_here import needs_sandbox
 from waiting import until
 
 from mirrord.places import ACTIVATE, ENVIRONMENT, TESTBED
 from mirrord.sandbox import seccomp
-from mirrord.sandbox.box import Box, find_obstacle
+from mirrord.sandbox.box import Box
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
+    needs_sandbox,
 ]
 
 AGENT, MEMBER, SUBUID, SUBGID = 34521, 34522, 220003, 420003

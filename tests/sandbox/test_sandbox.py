@@ -23,17 +23,17 @@ from daemons import Daemon, daemon
 from forgedtar import END, ROOT, sparse
 from gitrepos import Upstream
 from procsearch import command as search
+from sandbox_here import needs_sandbox
 from waiting import until
 
 import mirrord
 from mirrord import Executed, Sandbox
 from mirrord.sandbox import room
-from mirrord.sandbox.box import find_obstacle
 from mirrord.sandbox.calls import OUTPUT_BYTES, Output
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
+    needs_sandbox,
 ]
 
 GROUP = 1  # daemon, on every Debian

@@ -111,12 +111,11 @@ class Daemon:
                 raise AssertionError(
                     f"the daemon ended with {self.process.returncode}:\n{self.log}"
                 )
-            try:
-                status, _, body = self.get("/v1/health")
-            except OSError:
-                status, body = 0, b""
-            if status == 200 or (status == 503 and b"still opening" not in body):
-                return
+            with suppress(OSError):
+                # unlike health it is answered when the engine is open, to any peer
+                status, _, body = self.get("/v1/checkouts/none")
+                if status != 503 or b"cannot open its state" not in body:
+                    return
             time.sleep(0.02)
         raise AssertionError(f"the daemon did not become healthy in {bound_s} s:\n{self.log}")
 

@@ -109,7 +109,6 @@ def test_modules_are_preloaded_once() -> None:
 
     async def main() -> None:
         parents = []
-        server.start(["nturl2path"])
         for _ in range(2):
             workers = Workers(size=1, server=server)
             was_loaded, parent = await workers.run(loaded_and_parent, "nturl2path", timeout=LONG)
@@ -119,6 +118,7 @@ def test_modules_are_preloaded_once() -> None:
         assert parents[0] == parents[1] != os.getpid()
 
     server = ForkServer()
+    server.preload = ("nturl2path",)
     try:
         anyio.run(main)
     finally:
