@@ -288,6 +288,8 @@ _QUIET = {
     "uvicorn.error": logging.ERROR,
     "apscheduler": logging.WARNING,
     "watchdog": logging.WARNING,
+    # an error at one clean stop in 30, where an event arrives as its thread ends
+    "watchdog.observers.inotify": logging.CRITICAL,
     "asyncio": logging.WARNING,
 }
 
