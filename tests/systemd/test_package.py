@@ -340,10 +340,14 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("user", [None, "bob"])
+@pytest.mark.parametrize(
+    ("user", "program"), [(None, "wheel"), ("bob", "wheel"), ("bob", "source")]
+)
 def test_a_daemon_of_ones_own_does_the_same(host: Host, user: str | None, program: str) -> None:
-    """Of root and of an ordinary user, with no login session, from wheels and from source."""
+    """Of root and of an ordinary user, with no login session, from wheels and from source.
+
+    Root's from source types the documents in tests/docs.
+    """
     shell = host.bash(user, isolated=user is None)
     if user is None:
         shell.run(f"mount -t tmpfs none /run && mount -t tmpfs none {STATE}")
