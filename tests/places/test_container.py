@@ -233,7 +233,7 @@ with warnings.catch_warnings(record=True) as warned, Client() as client:
         late = box.exec("sleep 100", timeout=0.5)
         print(json.dumps({
             "printed": ran.stdout.decode().splitlines(), "isolation": ran.isolation, "path": str(held.path),
-            "tree": box.at("/testbed"), "read": [box.read("a/b").decode(), box.read("/tmp/c").decode()],
+            "tree": box.at("/testbed"), "read": [held.read("a/b").decode(), box.read("/tmp/c").decode()],
             "new": "+++ b/new" in held.diff().decode(), "struck": late.struck,
             "warned": [str(each.message) for each in warned],
         }))

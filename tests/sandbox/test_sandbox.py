@@ -506,6 +506,10 @@ def test_files_go_in_and_come_out(checkout: mirrord.Checkout, tmp_path: Path) ->
             sandbox.read("none")
         with pytest.raises(mirrord.UsageError, match="cannot download"):
             sandbox.download("/tmp/there", tmp_path / "out")
+    checkout.upload(tmp_path / "in", "alone")
+    checkout.download("alone/deep", tmp_path / "deep")
+    checkout.write("alone/made/file", (tmp_path / "deep/run").read_bytes())
+    assert checkout.read("/testbed/alone/made/file") == b"#!/bin/sh\necho ran\n"
     names = sorted(
         str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")
     )

@@ -19,6 +19,7 @@ from .turns import AsyncEnding, AsyncFinished, turn_of
 
 if TYPE_CHECKING:
     from .client import AsyncClient
+    from .sandbox import AsyncSandbox
 
 # of a lease that has expired, or lives for less than that: no loop without a pause
 _RENEWAL_MIN_SECONDS = 0.05
@@ -170,6 +171,35 @@ class AsyncCheckout:
     async def restore(self, commit: str, *paths: str) -> list[str]:
         """Restore files of a pinned commit in the tree (grader view); returns their paths."""
         return await self._client.restore_paths(self.id, commit, *paths)
+
+    async def read(self, path: str) -> bytes:
+        """Return the content of a file, also where the caller does not see `path`.
+
+        `read`, `write`, `upload` and `download` start a sandbox for the call: for many files keep
+        a `Sandbox`, which has the same methods.
+        """
+        async with self._sandbox() as sandbox:
+            return await sandbox.read(path)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file, and its missing parents; raises PathNotFoundError."""
+        async with self._sandbox() as sandbox:
+            await sandbox.write(path, data)
+
+    async def upload(self, local: Path | str, path: str) -> None:
+        """Copy a file or directory of the host to `path`."""
+        async with self._sandbox() as sandbox:
+            await sandbox.upload(local, path)
+
+    async def download(self, path: str, local: Path | str) -> None:
+        """Copy a file or directory to the new path `local`; its links are the agent's."""
+        async with self._sandbox() as sandbox:
+            await sandbox.download(path, local)
+
+    def _sandbox(self) -> AsyncSandbox:
+        from .sandbox import AsyncSandbox  # noqa: PLC0415  loaded only for files
+
+        return AsyncSandbox(self)
 
     async def receipt(self) -> protocol.Receipt:
         """Return the receipt of the current state; keep its `canonical()` bytes."""

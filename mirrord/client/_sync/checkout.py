@@ -20,6 +20,7 @@ from .turns import Ending, Finished, turn_of
 
 if TYPE_CHECKING:
     from .client import Client
+    from .sandbox import Sandbox
 
 # of a lease that has expired, or lives for less than that: no loop without a pause
 _RENEWAL_MIN_SECONDS = 0.05
@@ -169,6 +170,35 @@ class Checkout:
     def restore(self, commit: str, *paths: str) -> list[str]:
         """Restore files of a pinned commit in the tree (grader view); returns their paths."""
         return self._client.restore_paths(self.id, commit, *paths)
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a file, also where the caller does not see `path`.
+
+        `read`, `write`, `upload` and `download` start a sandbox for the call: for many files keep
+        a `Sandbox`, which has the same methods.
+        """
+        with self._sandbox() as sandbox:
+            return sandbox.read(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file, and its missing parents; raises PathNotFoundError."""
+        with self._sandbox() as sandbox:
+            sandbox.write(path, data)
+
+    def upload(self, local: Path | str, path: str) -> None:
+        """Copy a file or directory of the host to `path`."""
+        with self._sandbox() as sandbox:
+            sandbox.upload(local, path)
+
+    def download(self, path: str, local: Path | str) -> None:
+        """Copy a file or directory to the new path `local`; its links are the agent's."""
+        with self._sandbox() as sandbox:
+            sandbox.download(path, local)
+
+    def _sandbox(self) -> Sandbox:
+        from .sandbox import Sandbox  # noqa: PLC0415  loaded only for files
+
+        return Sandbox(self)
 
     def receipt(self) -> protocol.Receipt:
         """Return the receipt of the current state; keep its `canonical()` bytes."""
