@@ -21,6 +21,7 @@ GROUPS = {
     "credential": "Check what upstreams are asked with.",
     "environment": "Build and manage environments that instances run in.",
     "dataset": "Import and manage datasets of instances.",
+    "instance": "Show instances.",
     "pin": "Keep commits alive that no dataset records.",
     "snapshot": "Save states of a checkout, to go back to or to fork.",
     "layer": "Save changes of a checkout for other checkouts.",
@@ -28,6 +29,7 @@ GROUPS = {
     "operation": "List, await and cancel background work of the daemon.",
     "bundle": "Write and read mirrors as single files.",
     "config": "Check, show and reload the configuration.",
+    "service": "Install and remove the systemd service.",
 }
 
 
@@ -90,8 +92,8 @@ dataset import; datasets:add; 36789; Import a dataset; mirror its repositories a
   dataset import verified.jsonl
 dataset list; datasets:list_all; 39; List all datasets.
   dataset list
-dataset show; datasets:show; 3459; Show a dataset and its problems, or one instance.
-  dataset show --instance psf__requests-2317
+dataset show; datasets:show; 349; Show a dataset, its bad rows and its unpinned commits.
+  dataset show verified --all
 dataset diff; datasets:diff; 349; Show which rows differ between two datasets.
   dataset diff verified lite
 dataset export; datasets:export; 349; Print the rows as canonical JSON lines.
@@ -102,6 +104,8 @@ dataset derive; derive:derive; 36789; Compute missing columns of a dataset's row
   dataset derive pulls.jsonl --output rows.jsonl
 dataset formats; datasets:formats; 39; List the dataset formats.
   dataset formats
+instance show; datasets:show_instance; 3459; Show one instance.
+  instance show psf__requests-2317
 mirror add; mirrors:add; 35679; Add mirrors and sync them.
   mirror add psf/requests pallets/flask
 mirror list; mirrors:list_all; 39; List all mirrors.
@@ -145,7 +149,7 @@ bundle create; mirrors:create_bundle; 34789; Write a mirror, its pins and its re
 bundle import; mirrors:import_bundle; 345789; Create a mirror from a bundle, or merge it into one.
   bundle import requests.bundle
 # Operate
-serve; status:serve; 357; Run the daemon, or install it as a systemd service.
+serve; status:serve; 357; Run the daemon, in the foreground or detached.
   serve --config config.toml
 status; status:status; 389; Show the daemon's state and problems, or its work, live.
   status --problems
@@ -175,6 +179,10 @@ config show; local:config_show; ; Print the configuration in effect, defaults in
   config show
 config reload; status:reload; 39; Reload the daemon's configuration.
   config reload
+service install; local:install; 2357; Install units, users and directories, and start the daemon.
+  service install --user
+service uninstall; local:uninstall; 237; Stop the daemon and remove its units.
+  service uninstall --dry-run
 credential check; mirrors:check_credential; 369; Try the credential of a URL on its upstream.
   credential check https://git.example.com/team/project.git
 # Rare

@@ -42,7 +42,7 @@ _UNITS_ENVIRONMENT = "/opt/mirrord"  # as the units in the source have it
 _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108
 _USE_OPT = (
     "create one with `python3 -m venv /opt/mirrord`, install mirrord there, and run"
-    " `/opt/mirrord/bin/mirrord serve --install`"
+    " `/opt/mirrord/bin/mirrord service install`"
 )
 
 

@@ -238,11 +238,8 @@ def test_a_dataset_goes_out_as_lines_and_comes_back(world: World, tmp_path: Path
         (["dataset", "show", "demo", "--all"], "demo__project-2"),
         (["dataset", "formats"], "jsonl"),
         (["dataset", "diff", "demo", "demo"], "2 unchanged"),
-        (["dataset", "show", "--instance", "demo__project-1"], "fail to pass"),
-        (
-            ["dataset", "show", "demo", "--instance", "demo__project-1", "--view", "grader"],
-            "fail to pass",
-        ),
+        (["instance", "show", "demo__project-1"], "fail to pass"),
+        (["instance", "show", "demo__project-1", "--view", "grader"], "fail to pass"),
         (["du", "--verbose"], "demo__project"),
         (["gc", "--dry-run"], "would free"),
         (["pin", "list", "demo/project"], "dataset/demo"),

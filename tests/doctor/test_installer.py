@@ -1,4 +1,4 @@
-"""What `serve --install` would do, and where it refuses; tests/systemd/test_package.py does it."""
+"""What `service install` would do, and where it refuses; tests/systemd/test_package.py does it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_dry_run_names_every_file_and_command_and_writes_none(
     monkeypatch.setattr("mirrord.doctor.installer.CONFIG", tmp_path / "config.toml")
     monkeypatch.setattr("mirrord.doctor.installer._HIDDEN", ())
     monkeypatch.setattr("mirrord.doctor.installer._refuse_part", lambda *_: None)
-    assert run(["serve", "--install", "--dry-run"]) == 0
+    assert run(["service", "install", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.endswith("mirrord.service")][:1] == [
         f"write {tmp_path}/units/mirrord.service"
@@ -109,7 +109,7 @@ def test_a_dry_run_names_every_file_and_command_and_writes_none(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "units").mkdir()
     (tmp_path / "units/mirrord.service").touch()
-    assert run(["serve", "--uninstall", "--dry-run"]) == 0
+    assert run(["service", "uninstall", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
         "run systemctl disable --now mirrord.service",

@@ -1,4 +1,4 @@
-"""`serve --install --user`, as an ordinary user; systemd reads the unit."""
+"""`service install --user`, as an ordinary user; systemd reads the unit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_steps_of_an_ordinary_user(tmp_path: Path, capsys: pytest.CaptureFix
     home = tmp_path / "config"
     os.environ["XDG_CONFIG_HOME"] = str(home)
     try:
-        assert run(["serve", "--install", "--user", "--dry-run"]) == 0
+        assert run(["service", "install", "--user", "--dry-run"]) == 0
     finally:
         del os.environ["XDG_CONFIG_HOME"]
     done = capsys.readouterr()
@@ -37,9 +37,9 @@ def test_the_steps_of_an_ordinary_user(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.root
 def test_root_and_a_user_without_a_manager_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["serve", "--install", "--user"]) == 2
+    assert run(["service", "install", "--user"]) == 2
     assert "cannot use --user as root" in capsys.readouterr().err
-    command = [*anyone.python(), "-P", "-m", "mirrord", "serve", "--install", "--user"]
+    command = [*anyone.python(), "-P", "-m", "mirrord", "service", "install", "--user"]
     become = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"]
     done = subprocess.run([*become, *command], capture_output=True, text=True, cwd="/", check=False)
     assert (done.returncode, "no systemd runs for user 34599" in done.stderr) == (7, True), done

@@ -72,7 +72,7 @@ def test_an_ordinary_user_installs_and_serves(command: str, directory: Path, hom
             ) && pid=$(echo "$pid" | sed -n 's/^pid  *//p')
         kill "$pid"; while kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
         mirrord --version
-        mirrord serve --install --dry-run || echo $?
+        mirrord service install --dry-run || echo $?
     """
     environment = {
         "HOME": str(home),

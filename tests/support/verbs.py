@@ -13,6 +13,7 @@ ARGUMENTS = {
     "dataset show": ["d"],
     "dataset diff": ["d", "e"],
     "dataset export": ["d"],
+    "instance show": ["i"],
     "dataset remove": ["d"],
     "environment build": ["i"],
     "environment import": [__file__],
@@ -43,6 +44,7 @@ ARGUMENTS = {
     "bundle create": ["a/b", "/tmp/bundle"],
     "bundle import": [__file__],
     "completion": ["bash"],
+    **{f"service {verb}": ["--dry-run"] for verb in ("install", "uninstall")},
     **{f"operation {verb}": ["id"] for verb in ("show", "wait", "cancel")},
 }
 
@@ -54,4 +56,6 @@ NEEDS_NO_DAEMON = {
     "config check",
     "config show",
     "completion",
+    "service install",
+    "service uninstall",
 }

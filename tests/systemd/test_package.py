@@ -319,9 +319,9 @@ def test_a_wheel_sets_up_the_service_from_its_environment(host: Host) -> None:
     started = host.shell("tr '\\0' ' ' </proc/$(systemctl show --value -p MainPID mirrord)/cmdline")
     assert started.startswith("/opt/mirrord/bin/python ")
     before = host.pid()
-    host.shell("mirrord serve --install")
+    host.shell("mirrord service install")
     assert host.pid() not in (0, before)
-    told = host.shell("/opt/mirrord/bin/mirrord serve --uninstall")
+    told = host.shell("/opt/mirrord/bin/mirrord service uninstall")
     assert f"kept: /etc/mirrord/config.toml, {STATE}" in told
     assert host.mounts() == []
     left = (

@@ -36,7 +36,7 @@ FormatOption = Annotated[str | None, Option(_FORMAT_HELP, "FORMAT", "--format")]
 _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
 _MAPPING_HELP = "TOML file that maps columns to fields, instead of a format."
 MappingOption = Annotated[Path | None, Option(_MAPPING_HELP, "FILE")]
-_SHOW_VIEW_HELP = "Of an instance; default: grader if you may, agent with --json."
+_SHOW_VIEW_HELP = "For an agent or for a grader; default: grader if you may, agent with --json."
 # a table for a terminal; --json has all of them
 _SHOWN_IDS = 10
 _SHOWN_MIRRORS = 20
@@ -158,26 +158,12 @@ def list_all(session: Session) -> None:
 
 def show(
     session: Session,
-    name: Annotated[str | None, Argument("Name of the dataset.", "[NAME]", "dataset")] = None,
+    name: Name,
     every: Annotated[bool, Option("Include the ids of all its instances.", flags="--all")] = False,
-    instance: Annotated[
-        str | None, Option("Show this instance, of the dataset or of any.", "ID", names="instance")
-    ] = None,
-    view: Annotated[View | None, Option(_SHOW_VIEW_HELP)] = None,
 ) -> None:
     """Shows bad rows, unpinned commits, and what is not ready, with reasons. Datasets with the same
     rows have the same digest, from whatever files.
-
-    The grader view of an instance has commits, patches and tests; --json prints patches and lists
-    of tests.
     """
-    if instance:
-        row = _find_shown(session, instance, name, view)
-        session.answer(row, facts(_instance_facts(row)))
-        return
-    if name is None or view:
-        hint = "give NAME, --instance ID, or both; --view is of an instance"
-        raise UsageError("cannot tell what to show", hint=hint)
     dataset = session.client.get_dataset(name)
     ids = session.client.list_instances(name) if every else []
     answer = dataset.to_json() | ({"instances": [row.id for row in ids]} if every else {})
@@ -264,6 +250,20 @@ def export(session: Session, name: Name) -> None:
     for piece in session.client.export_dataset(name):
         sys.stdout.buffer.write(piece)
     sys.stdout.buffer.flush()
+
+
+def show_instance(
+    session: Session,
+    instance: Annotated[str, Argument("Id of the instance.", "INSTANCE", "instance")],
+    dataset: Annotated[
+        str | None,
+        Option("Dataset of the instance, where several record its id.", "NAME", names="dataset"),
+    ] = None,
+    view: Annotated[View | None, Option(_SHOW_VIEW_HELP)] = None,
+) -> None:
+    """The grader view has commits, patches and tests; --json prints patches and lists of tests."""
+    row = _find_shown(session, instance, dataset, view)
+    session.answer(row, facts(_instance_facts(row)))
 
 
 def _find_shown(

@@ -305,8 +305,24 @@ def _seal_lines(report: SealReport) -> Iterator[str]:
 # -- the systemd service ---------------------------------------------------------------------------
 
 
-def change_service(session: Session, *, is_wanted: bool, of_user: bool, dry_run: bool) -> None:
-    """Install or remove the service of this host, or of this user."""
+DryRun = Annotated[bool, Option("Print the steps, and change nothing.")]
+OfUser = Annotated[bool, Option("One unit of this user's systemd, without root.")]
+
+
+def install(session: Session, *, user: OfUser = False, dry_run: DryRun = False) -> None:
+    """The units start the Python environment that this mirrord is installed in. A missing
+    configuration is written too. Run it again after an upgrade: it writes the units of the new
+    version and restarts the services. With --user it is an ordinary user's daemon.
+    """
+    _change_service(session, is_wanted=True, of_user=user, dry_run=dry_run)
+
+
+def uninstall(session: Session, *, user: OfUser = False, dry_run: DryRun = False) -> None:
+    """Keeps configuration, state directory and Python environment, and prints where they are."""
+    _change_service(session, is_wanted=False, of_user=user, dry_run=dry_run)
+
+
+def _change_service(session: Session, *, is_wanted: bool, of_user: bool, dry_run: bool) -> None:
     if not dry_run:
         (user_service.refuse_user if of_user else installer.refuse_host)()
     environment = Path(sys.prefix)

@@ -214,34 +214,12 @@ def serve(
     detach: Annotated[
         bool, Option("Run in the background, and return when it serves; logs to state_dir.")
     ] = False,
-    install: Annotated[
-        bool, Option("Install systemd units, users and directories, and start the daemon.")
-    ] = False,
-    uninstall: Annotated[bool, Option("Stop the service and remove its units.")] = False,
-    user: Annotated[
-        bool, Option("With --install or --uninstall: of this user's systemd, without root.")
-    ] = False,
-    dry_run: Annotated[
-        bool, Option("With --install or --uninstall: print the steps, and change nothing.")
-    ] = False,
 ) -> None:
-    """Stops on SIGTERM and SIGINT; reloads its configuration on SIGHUP. `--detach` prints the
-    process to stop, the socket and the log.
+    """Stops on SIGTERM and SIGINT; reloads its configuration on SIGHUP.
 
-    Installed units start the Python environment that this mirrord is installed in. A missing
-    configuration is written too. Install again after an upgrade: that writes the units of the new
-    version and restarts the services. --uninstall keeps configuration, state directory and Python
-    environment, and prints where they are.
+    `--detach` prints the process to stop, the socket and the log. Services are better kept by
+    systemd: `mirrord service install`.
     """
-    if detach + install + uninstall > 1:
-        raise UsageError("cannot use more than one of --detach, --install and --uninstall")
-    if (user or dry_run) and not (install or uninstall):
-        raise UsageError("cannot use --user or --dry-run without --install or --uninstall")
-    if install or uninstall:
-        from . import local  # noqa: PLC0415 - a daemon needs no installer
-
-        local.change_service(session, is_wanted=install, of_user=user, dry_run=dry_run)
-        return
     if detach:
         from . import local  # noqa: PLC0415 - it reads the configuration, as the daemon will
 
