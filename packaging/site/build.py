@@ -95,7 +95,7 @@ def _deeper(text: str) -> str:
 
 def _examples() -> str:
     texts = ["# Examples\n\nWhole programs; the tests run them.\n"]
-    languages = {".py": "python", ".sh": "sh", ".toml": "toml"}
+    languages = {".py": "python", ".sh": "sh", ".toml": "toml", ".jq": "jq"}
     for file in sorted((PROJECT / "examples").rglob("*.*")):
         name = file.relative_to(PROJECT / "examples")
         texts.append(f"## {name}\n\n```{languages[file.suffix]}\n{file.read_text()}```\n")
