@@ -132,7 +132,7 @@ class CheatLab:
         """Grade what an agent left, and run the tests as `grade --predictions --run` does."""
         row, (_, recipe) = self.rows[runner], self.recipes[runner]
         with checkout.grade(policy=policy, owner=GRADER, auto_renew=False) as grade:
-            log, verdict = run_tests(grade, row, recipe, timedelta(seconds=60), None)
+            log, verdict = run_tests(self.client, grade, row, recipe, timedelta(seconds=60), None)
             unexpected, _ = judge_tests(TESTS, row, verdict.outcomes, log)
             return Tried(grade.report, verdict, [each.test for each in unexpected])
 
