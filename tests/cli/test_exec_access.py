@@ -19,7 +19,7 @@ from gitrepos import Upstream
 from procsearch import command as search
 from waiting import until
 
-from mirrord.cli.relaying import forwarding
+from mirrord.sandbox.relaying import forwarding
 
 pytestmark = pytest.mark.root
 

@@ -25,9 +25,9 @@ from ...model import Bind, Isolation, View, shown
 from ...sandbox.box import become, showing
 from ...sandbox.calls import box_of, choose_workdir, environment_of, is_shown, weaker
 from ...sandbox.direct import best, isolate
+from ...sandbox.relaying import forwarding, kill, outputs, relaying
 from ...sandbox.room import Limits
 from ...units import parse_size
-from ..relaying import forwarding, kill, outputs, relaying
 from ..session import (
     Argument,
     BackendOption,

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO
 
-from ..sandbox.box import Started
+from .box import Started
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT may be Ctrl-C in an interpreter
