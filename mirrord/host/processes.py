@@ -92,9 +92,9 @@ def lower_priority() -> None:
 
     Linux keeps a nice value for each thread. Schedulers of disks derive the priority from it: 15 is
     the lowest of the best-effort class (ionice(1)). Only root can undo it: call it in a thread that
-    ends.
+    ends. A thread that has a lower one, as under `nice`, keeps it: raising it is denied to users.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, 15)
+    os.setpriority(os.PRIO_PROCESS, 0, max(15, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def search_path() -> str:

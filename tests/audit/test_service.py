@@ -10,12 +10,14 @@ import hashlib
 import os
 import shutil
 import sqlite3
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
+import anyone
 import pytest
 from faults.undamaged import rounds as undamaged_rounds
 from gitrepos import Upstream, git
@@ -732,6 +734,17 @@ def test_what_an_audit_does_yields_to_whoever_serves(
     site.examine(AuditLevel.CONTENT)
     assert nice == {15}
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+@pytest.mark.root
+def test_a_daemon_under_nice_audits_as_an_ordinary_user() -> None:
+    """Who may not raise a priority: each audit ended by a bug there."""
+    script = "import os; from mirrord.host.processes import lower_priority as do; do(); print(os.nice(0))"
+    become = ["setpriv", f"--reuid={anyone.NOBODY}", f"--regid={anyone.NOBODY}", "--clear-groups"]
+    done = subprocess.run(
+        ["nice", "-n19", *become, *anyone.python(), "-c", script], cwd="/", capture_output=True
+    )
+    assert done.stdout == b"19\n", done.stderr
 
 
 def test_mirrors_in_whatever_state_raise_no_alarm() -> None:
