@@ -74,6 +74,13 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
     def settings() -> Settings:
         return config.load(session.config_path)
 
+    def state_dir() -> Path:
+        """Return that of the daemon that answers, which may have another configuration."""
+        try:
+            return Path(client.status().state_dir)
+        except errors.MirrordError:
+            return settings().state_dir
+
     def doctor() -> str:
         checks = examine(settings(), session.config_path)
         return _text([scrub.value(check._asdict()) for check in checks])
@@ -85,7 +92,7 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
         try:
             return _lines(list(read_journal(scrub)))
         except errors.MirrordError:
-            log = Layout(settings().state_dir).detached_log
+            log = Layout(state_dir()).detached_log
             if not log.exists():
                 raise
             return _lines(list(read_log(log, scrub)))
@@ -94,7 +101,7 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
         "versions.json": lambda: _text(find_versions()),
         "configuration.json": configuration,
         "doctor.json": doctor,
-        "places.json": lambda: _text(scrub.value(find_places(settings()))),
+        "places.json": lambda: _text(scrub.value(find_places(state_dir()))),
         "health.json": answer_of(client.health),
         "status.json": answer_of(client.status),
         "running-configuration.json": lambda: _text(scrub.value(client.configuration().to_json())),

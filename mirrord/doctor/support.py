@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .. import __version__, errors
-from ..config import Settings
 from ..host.mount_tables import find_mount, mounts_below
 from ..places import Layout
 from ..telemetry import masked
@@ -154,9 +153,8 @@ def find_versions() -> dict[str, Any]:
     return versions
 
 
-def find_places(settings: Settings) -> dict[str, Any]:
-    """Describe the file system of the state directory, its mounts and its number of entries."""
-    root = settings.state_dir
+def find_places(root: Path) -> dict[str, Any]:
+    """Describe the file system of a state directory, its mounts and its number of entries."""
     mount, layout = find_mount(root), Layout(root)
     disk = os.statvfs(mount.at)
     mounts = mounts_below(str(root))

@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,12 +18,14 @@ from typing import Any, NamedTuple
 
 import anyio
 import pytest
+from anyone import NOBODY
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 from typed import typed
 from waiting import until
 
-from mirrord import AsyncClient, Client, Sandbox
+from mirrord import AsyncClient, Client, Sandbox, doctor
+from mirrord.cli.main import run
 from mirrord.errors import InstanceAmbiguousError, InvalidDatasetError
 from mirrord.model import DiffFormat, View
 
@@ -290,6 +293,11 @@ def test_the_life_of_a_checkout(world: World, tree: Path, tmp_path: Path) -> Non
     assert (taken.status, taken.err) == (0, "applied by strategy crlf\n")
     assert (tree / "README").read_text() == "changed\n"
     assert world.run("verify-seal", tree, "--base", world.commits[1]).status == 0
+    theirs = world.run("checkout", "demo__project-1", "--owner", str(NOBODY)).out.strip()
+    released = world.run("release", "--all")
+    assert (released.status, tree.exists(), Path(theirs).exists()) == (0, False, True)
+    assert released.err == "released 1 checkout; those of other users stay: 1\n"
+    assert world.run("release", theirs).status == 0
 
 
 def test_a_file_of_any_columns_is_imported_by_a_mapping(world: World, tmp_path: Path) -> None:
@@ -447,6 +455,7 @@ def test_a_reset_goes_on_to_another_instance_or_commit(world: World, tree: Path)
         (["pin", "add", "demo/project", "abc"], 2),
         (["audit", "no/such"], 4),
         (["dataset", "import", "/no/such/file"], 2),
+        (["exec", "demo__project-1", "--diff", "-", "--", "true"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -772,8 +781,12 @@ def test_a_terminal_sees_progress_and_the_answer_stays_clean(world: World) -> No
     assert done.stdout.startswith(b"demo: 2 instances")
 
 
-def test_serve_detaches_when_it_serves_and_says_why_it_does_not() -> None:
-    """With the process to stop and its log; a second one is refused."""
+def test_serve_detaches_when_it_serves_and_says_why_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the process to stop and its log, which `doctor --report` finds by the daemon that
+    answers; a second one is refused.
+    """
     with daemon(start=False) as made:
         words = [sys.executable, "-m", "mirrord", "--config", str(made.config), "--json"]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -790,6 +803,15 @@ def test_serve_detaches_when_it_serves_and_says_why_it_does_not() -> None:
             made.wait_until_healthy()
             again = serve()
             assert (again.returncode, "one answers at" in again.stderr) == (5, True)
+            other, report = tmp_path / "other.toml", tmp_path / "report.tar.gz"
+            other.write_text(f'state_dir = "{tmp_path}"\nsocket = "{made.socket}"\n')
+            monkeypatch.setitem(doctor._CHECKS, "its speed", lambda _: ("ok", "not measured", ""))
+            monkeypatch.setenv("PATH", "/nowhere")  # without journalctl
+            assert run(["doctor", "--report", str(report), "--config", str(other)]) == 0
+            monkeypatch.undo()
+            with tarfile.open(report) as archive:
+                log = archive.extractfile("mirrord-support/journal.jsonl")
+                assert log is not None and b"daemon.started" in log.read()
         finally:
             os.kill(answer["pid"], signal.SIGTERM)
         until(lambda: "stopped" in Path(answer["log"]).read_text())

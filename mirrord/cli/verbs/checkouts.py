@@ -329,14 +329,17 @@ def release(
         hint = "give ids or paths, or --label, or --all"
         raise UsageError("cannot tell which checkouts to release", hint=hint)
     client, ids = session.client, checkout_ids or []
+    others = 0
     if not ids:
         own = os.getuid()
         held = client.list_checkouts(label)
         ids = [lease.id for lease in held if label is not None or lease.owner_uid == own]
+        others = len(held) - len(ids)
     session.each(ids, lambda text: client.release_checkout(find_id(session, text)))
     session.answer(None, [])
     if every:
-        session.note(f"released {count(len(ids), 'checkout')}")
+        rest = f"; those of other users stay: {others:,}" if others else ""
+        session.note(f"released {count(len(ids), 'checkout')}{rest}")
 
 
 def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:

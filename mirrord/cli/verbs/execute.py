@@ -133,11 +133,13 @@ def execute(
 
 def _must_be_writable(path: Path) -> Path:
     """Return the absolute path of a file; fails before the command, which may run for hours."""
+    hint = "name a writable file with --diff"
+    if str(path) == "-":
+        raise errors.UsageError("cannot write the patch to -: stdout is the command's", hint=hint)
     absolute = path.absolute()
     try:
         absolute.open("ab").close()
     except OSError as error:
-        hint = "name a writable file with --diff"
         raise errors.UsageError(f"cannot write {path}: {error.strerror}", hint=hint) from error
     return absolute
 
