@@ -12,16 +12,19 @@ from .table import VERBS
 
 # words of other programs, for which the letters of ours say nothing
 _SYNONYMS = {
-    "cat": "show", "clone": "checkout", "create": "add", "del": "remove", "delete": "remove",
-    "down": "release", "free": "release", "get": "show", "history": "log", "info": "show",
-    "inspect": "show", "kill": "cancel", "load": "import", "logs": "events", "ls": "list",
-    "instance": "dataset", "new": "add", "ps": "checkouts", "pull": "sync", "rm": "remove",
-    "run": "exec", "shell": "exec", "start": "serve", "stop": "cancel", "top": "status",
-    "up": "serve", "update": "sync",
+    "cat": "show", "clone": "checkout", "cp": "fork", "create": "add", "del": "remove",
+    "delete": "remove", "down": "release", "fetch": "sync", "free": "release", "get": "show",
+    "history": "log", "info": "show", "inspect": "show", "kill": "cancel", "load": "import",
+    "logs": "events", "ls": "list", "new": "add", "ps": "checkouts", "pull": "sync",
+    "rm": "remove", "run": "exec", "shell": "exec", "start": "serve", "stop": "cancel",
+    "top": "status", "up": "serve", "update": "sync", "worktree": "checkout",
 }  # fmt: skip
 
 # without a group, what people mean most
-_AT_TOP = {"ls": ["checkouts", "dataset list", "mirror list"], "rm": ["release", "dataset remove"]}
+_AT_TOP = {
+    **{word: ["checkouts", "dataset list", "mirror list"] for word in ("list", "ls")},
+    "rm": ["release", "dataset remove"],
+}
 
 _KINDS: dict[type[MirrordError], str] = {
     errors.MirrorNotFoundError: "mirror",

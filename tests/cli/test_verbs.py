@@ -194,6 +194,8 @@ def test_the_help_has_a_session_and_then_four_sections(capsys: pytest.CaptureFix
     [
         ("rm", "mirrord release"),
         ("ls", "mirrord checkouts"),
+        ("list", "mirrord checkouts"),
+        ("fetch", "mirrord mirror sync"),
         ("ps", "mirrord checkouts"),
         ("run", "mirrord exec"),
         ("top", "mirrord status"),

@@ -149,12 +149,20 @@ _HANDLES = ("Client", "Checkout", "Grade", "Rehearsal", "Sandbox")
 
 
 def _examples_of_docstrings() -> str:
-    """Return the examples of exported classes as functions; a handle is called as its class is."""
+    """Return the examples of exported classes and of the methods of handles, as functions; a
+    handle is called as its class is.
+    """
     lines = ["from mirrord import *"]
     for name in dir(mirrord):
         public = getattr(mirrord, name)
-        text = inspect.cleandoc(vars(public)["__doc__"]) if isinstance(public, type) else ""
-        examples = re.findall(r"(?:^    .*\n?)+", text, re.MULTILINE)
+        texts = [inspect.cleandoc(vars(public)["__doc__"])] if isinstance(public, type) else []
+        if name.removeprefix("Async") in _HANDLES:
+            texts += [inspect.getdoc(member) or "" for member in vars(public).values()]
+        examples = [
+            example
+            for text in texts
+            for example in re.findall(r"(?:^    .*\n?)+", text, re.MULTILINE)
+        ]
         assert examples or name.removeprefix("Async") not in _HANDLES, name
         prefix = "Async" if name.startswith("Async") else ""
         given = [f"mirrord: {prefix}Client"]
@@ -163,7 +171,8 @@ def _examples_of_docstrings() -> str:
             start = f"{'async ' * bool(prefix)}def _({', '.join(given)}) -> None:"
             lines += [start, example]
     names = [name for name in dir(mirrord) if re.search(rf"\b{name}\b", "\n".join(lines))]
-    return "\n".join([f"from mirrord import {', '.join(names)}", *lines[1:]])
+    imported = ["from pathlib import Path", f"from mirrord import {', '.join(names)}"]
+    return "\n".join([*imported, *lines[1:]])
 
 
 def test_the_public_names_explain_themselves() -> None:

@@ -103,6 +103,11 @@ class AsyncCheckout:
 
         The environment is reset too; layer and environment stay unless others are named. Returns
         the proof that tree and .git equal those of the template or snapshot.
+
+        Example:
+            await checkout.reset()
+            await checkout.reset("psf__requests-863")
+            await checkout.reset(to="s1")
         """
         choice = {"commit": commit, "dataset": dataset, "to": to, "layer": layer}
         answer = await self._client.reset_checkout(
@@ -121,13 +126,22 @@ class AsyncCheckout:
         """Lease a copy of this checkout, or of one of its snapshots.
 
         The fork has the same owner, history, view and backend; `lease.copied` counts the files.
+
+        Example:
+            async with checkout.fork(snapshot="s1") as fork:
+                print(fork.path)
         """
         return self._client.fork_checkout(
             self.id, snapshot=snapshot, ttl=ttl, auto_renew=auto_renew
         )
 
     async def snapshot(self, name: str | None = None) -> protocol.Snapshot:
-        """Save the content under a name, by default s1, s2 and so on, for `reset(to=name)`."""
+        """Save the content under a name, by default s1, s2 and so on, for `reset(to=name)`.
+
+        Example:
+            before = await checkout.snapshot()
+            await checkout.reset(to=before.name)
+        """
         return await self._client.make_snapshot(self.id, name)
 
     async def snapshots(self) -> list[protocol.Snapshot]:
@@ -142,6 +156,11 @@ class AsyncCheckout:
         """Save the changes, those of the environment included, as a prepared layer.
 
         Other checkouts of the commit start with it by `layer=name`. A layer never changes.
+
+        Example:
+            await checkout.save("tools")
+            async with mirrord.checkout("psf__requests-2317", layer="tools") as prepared:
+                print(prepared.layer)
         """
         return await self._client.save_layer(self.id, name)
 
@@ -149,6 +168,9 @@ class AsyncCheckout:
         """Return the changes since the base commit and the layer, as a patch that git accepts.
 
         `format` also selects the output of `git diff --stat` or `--name-status`.
+
+        Example:
+            Path("fix.patch").write_bytes(await checkout.diff())
         """
         return await self._client.diff_checkout(self.id, format=format)
 
@@ -163,13 +185,22 @@ class AsyncCheckout:
 
         All of it is applied, or PatchConflictError is raised. By default a patch applies exactly,
         one of the instance tolerantly. Returns the strategy that applied it.
+
+        Example:
+            await checkout.apply(Path("fix.patch").read_bytes())
+            await checkout.apply("@test_patch")
         """
         answer = await self._client.apply_patch(self.id, patch, reverse=reverse, strategy=strategy)
         self.lease = answer
         return answer.strategy
 
     async def restore(self, commit: str, *paths: str) -> list[str]:
-        """Restore files of a pinned commit in the tree (grader view); returns their paths."""
+        """Restore files of a pinned commit in the tree (grader view); returns their paths.
+
+        Example:
+            commit = "22623bd8c265b78b161542663ee980738441c307"
+            await checkout.restore(commit, "tests", "setup.cfg")
+        """
         return await self._client.restore_paths(self.id, commit, *paths)
 
     async def read(self, path: str) -> bytes:
@@ -177,22 +208,37 @@ class AsyncCheckout:
 
         `read`, `write`, `upload` and `download` start a sandbox for the call: for many files keep
         a `Sandbox`, which has the same methods.
+
+        Example:
+            text = (await checkout.read("setup.py")).decode()
         """
         async with self._sandbox() as sandbox:
             return await sandbox.read(path)
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file, and its missing parents; raises PathNotFoundError."""
+        """Write a file, and its missing parents; raises PathNotFoundError.
+
+        Example:
+            await checkout.write("tests/test_new.py", b"def test(): pass\\n")
+        """
         async with self._sandbox() as sandbox:
             await sandbox.write(path, data)
 
     async def upload(self, local: Path | str, path: str) -> None:
-        """Copy a file or directory of the host to `path`."""
+        """Copy a file or directory of the host to `path`.
+
+        Example:
+            await checkout.upload("/srv/fixtures", "tests/fixtures")
+        """
         async with self._sandbox() as sandbox:
             await sandbox.upload(local, path)
 
     async def download(self, path: str, local: Path | str) -> None:
-        """Copy a file or directory to the new path `local`; its links are the agent's."""
+        """Copy a file or directory to the new path `local`; its links are the agent's.
+
+        Example:
+            await checkout.download("build/report", "report")
+        """
         async with self._sandbox() as sandbox:
             await sandbox.download(path, local)
 
@@ -202,7 +248,11 @@ class AsyncCheckout:
         return AsyncSandbox(self)
 
     async def receipt(self) -> protocol.Receipt:
-        """Return the receipt of the current state; keep its `canonical()` bytes."""
+        """Return the receipt of the current state; keep its `canonical()` bytes.
+
+        Example:
+            Path("receipt.json").write_bytes((await checkout.receipt()).canonical())
+        """
         return await self._client.get_receipt(self.id)
 
     def grade(
@@ -220,6 +270,10 @@ class AsyncCheckout:
         """Lease a tree with the changes of this checkout and the instance's tests.
 
         Arguments are those of `Client.grade`. Run the tests as another user than the agent.
+
+        Example:
+            async with checkout.grade(policy="drop") as grade, AsyncSandbox(grade) as sandbox:
+                done = await sandbox.exec("python -m pytest -q tests")
         """
         how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
         how |= {"attach": attach, "sandbox": sandbox}
@@ -234,7 +288,11 @@ class AsyncCheckout:
         reset: bool | str | Mapping[str, Any] = False,
         release: bool = False,
     ) -> AsyncEnding:
-        """Return the end of a turn here, for `Client.turn`; the steps are those of `finish`."""
+        """Return the end of a turn here, for `Client.turn`; the steps are those of `finish`.
+
+        Example:
+            await mirrord.turn([checkout.ending(diff=True, reset=True)])
+        """
         steps: dict[str, Any] = {"diff": diff, "grade": grade, "snapshot": snapshot}
         return AsyncEnding(self, turn_of(self.id, **steps, reset=reset, release=release))
 
@@ -253,6 +311,10 @@ class AsyncCheckout:
         move to, or the arguments of `reset`. By default the checkout is released, unless it is
         reset or has a snapshot made. Raises the error of the step that failed: then the checkout is
         still held, and a grade that was made is released.
+
+        Example:
+            finished = await checkout.finish(grade={"policy": "drop"}, reset="psf__requests-863")
+            print(finished.diff, finished.grade)
         """
         if release is None:
             release = reset is False and not snapshot
@@ -279,6 +341,11 @@ class AsyncCheckout:
         """Let the end of the `with` block diff and grade in the request that releases.
 
         `finished` has the results. After an exception in the block there is a release alone.
+
+        Example:
+            async with mirrord.checkout("psf__requests-2317") as checkout:
+                checkout.at_exit()
+            print(checkout.finished)
         """
         self._at_exit = {"diff": diff, "grade": grade}
 
@@ -294,6 +361,9 @@ class AsyncCheckout:
 
         Needs CAP_SYS_ADMIN in the namespace, as after `unshare --user --map-root-user --mount`.
         With `pid`, for root only, the paths are those that the process sees in its namespace.
+
+        Example:
+            await checkout.attach("/testbed", environment="/opt/environment")
         """
         if environment is not None:
             target = model.Target.ENVIRONMENT
@@ -307,7 +377,11 @@ class AsyncCheckout:
         return await self._client.open_mount(self.id)
 
     async def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
-        """Renew the lease for `ttl`, by default the last one given; returns the new deadline."""
+        """Renew the lease for `ttl`, by default the last one given; returns the new deadline.
+
+        Example:
+            deadline = await checkout.renew("4h")
+        """
         self._ttl = self._ttl if ttl is None else seconds_of(ttl)
         self.lease = await self._client.renew_checkout(self.id, self._ttl)
         return self.lease.expires_at

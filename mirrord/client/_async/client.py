@@ -69,6 +69,10 @@ class AsyncClient:
         """Return the client that MIRRORD_SOCKET, MIRRORD_CONFIG and MIRRORD_LABEL describe.
 
         As without arguments; the name says where a program's settings come from.
+
+        Example:
+            async with AsyncClient.from_env() as mirrord:
+                print((await mirrord.health()).status)
         """
         return cls()
 
@@ -124,7 +128,11 @@ class AsyncClient:
         return await self._get(protocol.Usage, "usage", verbose=verbose)
 
     async def gc(self, *, dry_run: bool = False) -> protocol.Garbage:
-        """Remove caches that are not in use; with `dry_run` only list them."""
+        """Remove caches that are not in use; with `dry_run` only list them.
+
+        Example:
+            freed = await mirrord.gc(dry_run=True)
+        """
         body = http.message(protocol.CollectGarbage, dry_run=dry_run)
         return await self._post(protocol.Garbage, "gc", body=body)
 
@@ -143,13 +151,22 @@ class AsyncClient:
         return await self._get(protocol.Mirror, "mirrors", _mirror(name))
 
     async def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
-        """Add a mirror (owner/name) and sync it; `url` replaces the configured upstream."""
+        """Add a mirror (owner/name) and sync it; `url` replaces the configured upstream.
+
+        Example:
+            await mirrord.wait(await mirrord.add_mirror("psf/requests"))
+        """
         return await self._start(protocol.AddMirror, "mirrors", repo=repo, url=url)
 
     async def set_url(
         self, name: str, url: str, *, accept_loss: bool = False
     ) -> protocol.Operation:
-        """Follow another upstream; `accept_loss` takes one that lacks recorded commits."""
+        """Follow another upstream; `accept_loss` takes one that lacks recorded commits.
+
+        Example:
+            url = "https://git.example.com/psf/requests.git"
+            await mirrord.wait(await mirrord.set_url("psf/requests", url))
+        """
         path = ("mirrors", _mirror(name), "url")
         return await self._start(protocol.SetUrl, *path, url=url, accept_loss=accept_loss)
 
@@ -159,6 +176,9 @@ class AsyncClient:
         """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs.
 
         `retry_faults` asks at once for refs that upstream could not give lately.
+
+        Example:
+            await mirrord.wait(await mirrord.sync_mirror("psf/requests"))
         """
         path = ("mirrors", _mirror(name), "sync")
         return await self._start(
@@ -166,7 +186,12 @@ class AsyncClient:
         )
 
     async def check_credential(self, url: str) -> protocol.CredentialCheck:
-        """Ask an upstream whether it accepts the credential that applies to its URL."""
+        """Ask an upstream whether it accepts the credential that applies to its URL.
+
+        Example:
+            url = "https://git.example.com/psf/requests.git"
+            print((await mirrord.check_credential(url)).accepted)
+        """
         body = http.message(protocol.CheckCredential, url=url)
         return await self._post(protocol.CredentialCheck, "credentials", "check", body=body)
 
@@ -179,11 +204,20 @@ class AsyncClient:
         return await self._list(protocol.RefRecord, "mirrors", _mirror(name), "refs", "log")
 
     async def diff_refs(self, name: str, a: str, b: str) -> protocol.RefDiff:
-        """Return the changes between two records of the ref history, given by ids or times."""
+        """Return the changes between two records of the ref history, given by ids or times.
+
+        Example:
+            changed = await mirrord.diff_refs("psf/requests", "2026-01-01T00:00:00Z", "latest")
+        """
         return await self._get(protocol.RefDiff, "mirrors", _mirror(name), "refs", "diff", a=a, b=b)
 
     async def restore_refs(self, name: str, at: str) -> protocol.Operation:
-        """Restore a mirror's refs from a record of its history; replaced tips are kept."""
+        """Restore a mirror's refs from a record of its history; replaced tips are kept.
+
+        Example:
+            operation = await mirrord.restore_refs("psf/requests", "2026-01-01T00:00:00Z")
+            await mirrord.wait(operation)
+        """
         path = ("mirrors", _mirror(name), "refs", "restore")
         return await self._start(protocol.RestoreRefs, *path, at=at)
 
@@ -201,6 +235,9 @@ class AsyncClient:
 
         `since` is a record (an id, a time, or `latest`) that the receiver has. The file appears
         once it is complete. `progress` counts bytes.
+
+        Example:
+            await mirrord.create_bundle("psf/requests", "requests.bundle")
         """
         path = ("mirrors", _mirror(name), "bundle")
         async with self._connection.stream(*path, since=since) as (head, body):
@@ -217,12 +254,20 @@ class AsyncClient:
         mirror: str | None = None,
         progress: ReportProgress | None = None,
     ) -> protocol.Operation:
-        """Import a bundle into `mirror`, by default the mirror that the bundle names."""
+        """Import a bundle into `mirror`, by default the mirror that the bundle names.
+
+        Example:
+            await mirrord.wait(await mirrord.import_bundle("requests.bundle"))
+        """
         content = _upload(Path(file), progress)
         return await self._post(protocol.Operation, "bundles", content=content, mirror=mirror)
 
     async def start_restore(self, *mirrors: str) -> protocol.Operation:
-        """Restore mirrors, by default all, from the daemon's store, and audit them."""
+        """Restore mirrors, by default all, from the daemon's store, and audit them.
+
+        Example:
+            await mirrord.wait(await mirrord.start_restore("psf/requests"), timeout=3600)
+        """
         return await self._start(protocol.StartRestore, "restores", mirrors=list(mirrors))
 
     # -- pins
@@ -232,7 +277,12 @@ class AsyncClient:
         return await self._list(protocol.Pin, "pins", mirror=mirror)
 
     async def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
-        """Pin a commit (a full id) as its owner; its closure is verified first."""
+        """Pin a commit (a full id) as its owner; its closure is verified first.
+
+        Example:
+            commit = "22623bd8c265b78b161542663ee980738441c307"
+            await mirrord.pin("psf/requests", commit, reason="baseline of a paper")
+        """
         body = http.message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
         return await self._post(protocol.Pin, "pins", body=body)
 
@@ -247,7 +297,12 @@ class AsyncClient:
         return await self._list(protocol.Dataset, "datasets")
 
     async def get_dataset(self, name: str) -> protocol.Dataset:
-        """Return a dataset: what it records, what of it is ready, and why the rest is not."""
+        """Return a dataset: what it records, what of it is ready, and why the rest is not.
+
+        Example:
+            dataset = await mirrord.get_dataset("verified")
+            print(dataset.ready_count, dataset.faults)
+        """
         return await self._get(protocol.Dataset, "datasets", name)
 
     async def import_dataset(
@@ -267,6 +322,10 @@ class AsyncClient:
         task folders and `hf://`. `source` is its name in the catalog, by default the file's name.
         `mapping` is TOML that maps columns to fields, instead of a format. The operation's result
         is a DatasetImported; with `dry_run` nothing changes, and the result is a DatasetDiff.
+
+        Example:
+            operation = await mirrord.import_dataset("verified.jsonl")
+            print((await mirrord.wait(operation)).result)
         """
         if isinstance(file, Path | str):
             source, content = source or Path(file).name, _upload(Path(file), progress)
@@ -280,6 +339,9 @@ class AsyncClient:
         """Build the templates of a dataset's instances, by default all, on this node.
 
         The operation's result is a Prewarmed.
+
+        Example:
+            await mirrord.wait(await mirrord.prepare_dataset("verified", "psf__requests-2317"))
         """
         path = ("datasets", name, "prepare")
         return await self._start(protocol.PrepareDataset, *path, instances=list(instances))
@@ -289,7 +351,11 @@ class AsyncClient:
         return await self._get(protocol.DatasetDiff, "datasets", a, "diff", to=b)
 
     async def export_dataset(self, name: str) -> AsyncGenerator[bytes]:
-        """Yield all rows, answers included, as canonical JSON lines; for administrators."""
+        """Yield all rows, answers included, as canonical JSON lines; for administrators.
+
+        Example:
+            rows = b"".join([piece async for piece in mirrord.export_dataset("verified")])
+        """
         async with self._connection.stream("datasets", name, "export") as (_, body):
             async for piece in body:
                 yield piece
@@ -309,7 +375,11 @@ class AsyncClient:
     async def get_instance(
         self, instance: str, *, view: model.View = model.View.AGENT, dataset: str | None = None
     ) -> protocol.Instance:
-        """Return an instance; its patches are only in the grader view, for administrators."""
+        """Return an instance; its patches are only in the grader view, for administrators.
+
+        Example:
+            print((await mirrord.get_instance("psf__requests-2317")).base_commit)
+        """
         query = {"view": view.value, "dataset": dataset}
         return await self._get(protocol.Instance, "instances", instance, **query)
 
@@ -322,7 +392,12 @@ class AsyncClient:
         level: model.AuditLevel | None = None,
         heal: bool | None = None,
     ) -> protocol.Operation:
-        """Audit the recorded commits of these mirrors, of a dataset, or all."""
+        """Audit the recorded commits of these mirrors, of a dataset, or all.
+
+        Example:
+            await mirrord.wait(await mirrord.start_audit(dataset="verified"))
+            findings = (await mirrord.list_audits())[0].findings
+        """
         scope = {"mirrors": list(mirrors), "dataset": dataset}
         return await self._start(protocol.StartAudit, "audits", **scope, level=level, heal=heal)
 
@@ -343,13 +418,22 @@ class AsyncClient:
         return await self._post(protocol.Report, "reports", body=report)
 
     async def start_heal(self, *mirrors: str) -> protocol.Operation:
-        """Audit mirrors, by default all, at level `content`, repair findings, and audit again."""
+        """Audit mirrors, by default all, at level `content`, repair findings, and audit again.
+
+        Example:
+            await mirrord.wait(await mirrord.start_heal("psf/requests"))
+        """
         return await self._start(protocol.StartHeal, "heals", mirrors=list(mirrors))
 
     async def heal_with_bundle(
         self, mirror: str, file: Path | str, *, progress: ReportProgress | None = None
     ) -> protocol.Operation:
-        """Heal a mirror with a bundle of any repository as another donor."""
+        """Heal a mirror with a bundle of any repository as another donor.
+
+        Example:
+            operation = await mirrord.heal_with_bundle("psf/requests", "requests.bundle")
+            await mirrord.wait(operation)
+        """
         content = _upload(Path(file), progress)
         path = ("mirrors", _mirror(mirror), "heal")
         return await self._post(protocol.Operation, *path, content=content)
@@ -381,6 +465,9 @@ class AsyncClient:
         `prewarm` so does every instance of the dataset. `again` retries failed builds; `frozen`
         uses no packages newer than the instance. `images` imports the images that the rows name,
         `jobs` at a time, by the template `image_name` if given.
+
+        Example:
+            await mirrord.wait(await mirrord.build_environments(dataset="verified"))
         """
         members: dict[str, Any] = {"names": list(names), "dataset": dataset, "jobs": jobs}
         members |= {"prewarm": prewarm, "again": again, "frozen": frozen}
@@ -388,7 +475,11 @@ class AsyncClient:
         return await self._start(protocol.BuildEnvironments, "environments", **members)
 
     async def import_recipes(self, file: Path | str) -> list[protocol.Recipe]:
-        """Import the recipes of a TOML file; they take precedence over those of rows."""
+        """Import the recipes of a TOML file; they take precedence over those of rows.
+
+        Example:
+            keys = [recipe.key for recipe in await mirrord.import_recipes("recipes.toml")]
+        """
         content, name = _upload(Path(file), None), Path(file).name
         path = ("environments", "recipes")
         response = await self._connection.request("POST", *path, content=content, filename=name)
@@ -408,6 +499,10 @@ class AsyncClient:
         `docker-archive:FILE`, `oci-archive:FILE`, `oci:DIRECTORY[:TAG]` or `dir:ROOTFS`.
         `key` names it, by default like the source. `tree` is where the image has its
         repository. The operation's result is a BuildReport.
+
+        Example:
+            operation = await mirrord.import_image("docker://debian:12", key="debian")
+            await mirrord.wait(operation)
         """
         sent, archive = open_image(source)
         content = None if archive is None else async_pieces(archive, _counted(None, progress))
@@ -415,7 +510,12 @@ class AsyncClient:
         return await self._post(protocol.Operation, *path, content=content, **query)
 
     async def environment_log(self, name: str, *, follow: bool = False) -> AsyncGenerator[bytes]:
-        """Yield the log of a build in pieces; with `follow` until it ends."""
+        """Yield the log of a build in pieces; with `follow` until it ends.
+
+        Example:
+            async for piece in mirrord.environment_log("requests-2.3", follow=True):
+                print(piece.decode(), end="")
+        """
         path = ("environments", name, "log")
         async with self._connection.stream(*path, follow=follow or None) as (_, body):
             async for piece in body:
@@ -460,6 +560,10 @@ class AsyncClient:
         `layer` is a prepared layer to start with. `environment` is KEY, KEY@DIGEST, or "auto" for
         that of the instance. `label`, by default MIRRORD_LABEL, is a word by which `list_checkouts`
         finds the checkout, its forks and its grades.
+
+        Example:
+            async with mirrord.checkout("psf__requests-2317", ttl="30m", label="run-7") as checkout:
+                print(checkout.path, checkout.expires_at)
         """
         members: dict[str, Any] = {"instance": instance, "mirror": mirror, "commit": commit}
         members |= {"dataset": dataset, "history": history, "view": view, "backend": backend}
@@ -496,6 +600,10 @@ class AsyncClient:
         """Lease a copy of a checkout or of one of its snapshots.
 
         `lease.copied` of the fork says what was copied. The rest is as for `checkout`.
+
+        Example:
+            async with mirrord.fork_checkout("x3vtrlbeai6obdz2", snapshot="s1") as fork:
+                print(fork.path)
         """
         kind = protocol.ForkCheckout
         body = http.message(kind, snapshot=snapshot, ttl=http.seconds_of(ttl), bind=bind)
@@ -530,12 +638,21 @@ class AsyncClient:
         await self._connection.request("DELETE", "layers", layer)
 
     async def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> AsyncCheckout:
-        """Return a handle of a held checkout, by its id; another client may renew it."""
+        """Return a handle of a held checkout, by its id; another client may renew it.
+
+        Example:
+            checkout = await mirrord.open_checkout("x3vtrlbeai6obdz2", auto_renew=True)
+        """
         lease = await self.get_checkout(checkout)
         return self._held(AsyncCheckout(self, lease, None), auto_renew)
 
     async def list_checkouts(self, label: str | None = None) -> list[protocol.Checkout]:
-        """Return the caller's checkouts, for administrators all; `label` selects those with it."""
+        """Return the caller's checkouts, for administrators all; `label` selects those with it.
+
+        Example:
+            for lease in await mirrord.list_checkouts("run-7"):
+                await mirrord.release_checkout(lease.id)
+        """
         return await self._list(protocol.Checkout, "checkouts", label=label)
 
     async def get_checkout(self, checkout: str) -> protocol.Checkout:
@@ -616,6 +733,10 @@ class AsyncClient:
         """Compare a receipt with its mirror and the daemon's record of it.
 
         The signature is not verified. A receipt is proven only if `proven_by` says by what.
+
+        Example:
+            report = await mirrord.verify_receipt(await checkout.receipt())
+            print(report.holds, report.proven_by)
         """
         import hashlib  # noqa: PLC0415  (loads OpenSSL: 4 ms)
 
@@ -650,6 +771,11 @@ class AsyncClient:
         `policy` is "report", "drop" or "refuse", or one for each kind of rule: {"tests": "drop"}.
         With `strategy` "exact" the patch must apply as `git apply` does, else as SWE-bench's own
         commands do. The rest is as for `checkout`. Raises PatchConflictError, SteeringRefusedError.
+
+        Example:
+            patch = Path("fix.patch").read_bytes()
+            async with mirrord.grade("psf__requests-2317", patch, policy="drop") as grade:
+                print(grade.path, grade.dropped)
         """
         query: dict[str, Any] = {"instance": instance, "dataset": dataset, "history": history}
         query |= {"strategy": str(strategy), "policy": http.policy_text(policy), "backend": backend}
@@ -745,6 +871,11 @@ class AsyncClient:
 
         `endings` are made by `AsyncCheckout.ending`. `checkouts` are ids of instances, or messages
         of `mirrord.protocol`. What fails is in the answer, and raises nothing.
+
+        Example:
+            endings = [checkout.ending(diff=True, release=True)]
+            batch = await mirrord.turn(endings, ["psf__requests-863"])
+            print(batch.turns[0].diff, batch.checkouts[0])
         """
         asked = list(endings)
         starts = [start_of(wanted, http.label_of(label)) for wanted in checkouts]
@@ -791,6 +922,9 @@ class AsyncClient:
         With `run` it builds their environments and runs their tests, each run for at most
         `test_timeout`, `times` times; logs go to the directory `logs`. The checkouts are those of
         `owner`, as whom the tests run.
+
+        Example:
+            rehearsal = await mirrord.rehearsal("psf__requests-2317", run=True)
         """
         from .rehearsal import AsyncRehearsal  # noqa: PLC0415  (loads the parsers of logs)
 
@@ -825,6 +959,10 @@ class AsyncClient:
 
         Raises CancelledError if it was cancelled or the daemon restarted, DeadlineError after
         `timeout`, a timedelta or seconds. `progress` is called with the operation at each poll.
+
+        Example:
+            operation = await mirrord.sync_mirror("psf/requests")
+            await mirrord.wait(operation, timeout=600, progress=lambda now: print(now.progress))
         """
         is_known = not isinstance(operation, str)
         identity = operation if isinstance(operation, str) else operation.id
@@ -866,6 +1004,10 @@ class AsyncClient:
 
         Starts after the event `after` (BOOT:ID or ID), by default now. With `follow=False` it ends
         after the events that the daemon remembers.
+
+        Example:
+            async for event in mirrord.events():
+                print(event.at, event.name, event.fields)
         """
         last = after
         pauses = http.retry_pauses(self._patience_seconds)

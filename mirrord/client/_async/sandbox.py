@@ -134,6 +134,10 @@ class AsyncSandbox:
 
         After `timeout` seconds its process group is killed. `cwd` is relative to the tree. Raises
         BackendUnavailableError if sandboxes cannot run, CheckoutNotFoundError after a release.
+
+        Example:
+            done = await sandbox.exec(["python", "-m", "pytest", "-q"], timeout=600, cwd="tests")
+            print(done.exit_code, done.stdout.decode())
         """
         source = io.BytesIO(input) if input else None
         options: dict[str, Any] = {"timeout": timeout, "cwd": cwd, "variables": variables}
@@ -150,6 +154,9 @@ class AsyncSandbox:
 
         The report is None where the checkout has no environment whose pytest can report. Standard
         input has the key of the report. `files` are in the directory MIRRORD_FILES, read-only.
+
+        Example:
+            done, report = await sandbox.exec_tests("python -m pytest -q", timeout=600)
         """
         async with self._mount() as mount:
             reports = can_report(environment_of(self._checkout.lease, mount))
@@ -162,7 +169,11 @@ class AsyncSandbox:
         return ended, reporter.read(call.report.bytes())
 
     async def read(self, path: str) -> bytes:
-        """Return the content of a file of at most 256 MiB; raises PathNotFoundError."""
+        """Return the content of a file of at most 256 MiB; raises PathNotFoundError.
+
+        Example:
+            text = (await sandbox.read("setup.py")).decode()
+        """
         # Output keeps the first and the last half: so none of it is left out
         content = Output(2 * _READ_MAX_BYTES)
         call = SandboxCall(
@@ -178,12 +189,20 @@ class AsyncSandbox:
         return done.stdout
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file, and its missing parents; raises PathNotFoundError."""
+        """Write a file, and its missing parents; raises PathNotFoundError.
+
+        Example:
+            await sandbox.write("tests/test_new.py", b"def test(): pass\\n")
+        """
         call = SandboxCall(["sh", "-c", _WRITE, "sh", await self.at(path)], source=io.BytesIO(data))
         await self._must("write", path, call)
 
     async def upload(self, local: Path | str, path: str) -> None:
-        """Copy a file or directory of the host to `path`."""
+        """Copy a file or directory of the host to `path`.
+
+        Example:
+            await sandbox.upload("/srv/fixtures", "/tmp/fixtures")
+        """
         path = await self.at(path)
         with tempfile.TemporaryFile() as packed:
             above = await async_in_thread(lambda: pack(Path(local), path, packed))
@@ -195,6 +214,9 @@ class AsyncSandbox:
 
         Links are the agent's: do not follow them on the host. Raises LimitReachedError above 4 GiB,
         1,000,000 files or 256 directories deep; then nothing of it is kept.
+
+        Example:
+            await sandbox.download("build/report", "report")
         """
         path = await self.at(path)
         with tempfile.TemporaryFile() as packed:
@@ -231,7 +253,11 @@ class AsyncSandbox:
             os.close(mount)
 
     async def reset(self, instance: str | None = None, **target: str | None) -> protocol.Proof:
-        """End all processes and reset the checkout; arguments are those of its `reset`."""
+        """End all processes and reset the checkout; arguments are those of its `reset`.
+
+        Example:
+            await sandbox.reset("psf__requests-863")
+        """
         await async_in_thread(self._keeper.close)
         return await self._checkout.reset(instance, **target)
 

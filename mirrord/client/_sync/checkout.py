@@ -104,6 +104,11 @@ class Checkout:
 
         The environment is reset too; layer and environment stay unless others are named. Returns
         the proof that tree and .git equal those of the template or snapshot.
+
+        Example:
+            checkout.reset()
+            checkout.reset("psf__requests-863")
+            checkout.reset(to="s1")
         """
         choice = {"commit": commit, "dataset": dataset, "to": to, "layer": layer}
         answer = self._client.reset_checkout(self.id, instance, environment=environment, **choice)
@@ -120,13 +125,22 @@ class Checkout:
         """Lease a copy of this checkout, or of one of its snapshots.
 
         The fork has the same owner, history, view and backend; `lease.copied` counts the files.
+
+        Example:
+            with checkout.fork(snapshot="s1") as fork:
+                print(fork.path)
         """
         return self._client.fork_checkout(
             self.id, snapshot=snapshot, ttl=ttl, auto_renew=auto_renew
         )
 
     def snapshot(self, name: str | None = None) -> protocol.Snapshot:
-        """Save the content under a name, by default s1, s2 and so on, for `reset(to=name)`."""
+        """Save the content under a name, by default s1, s2 and so on, for `reset(to=name)`.
+
+        Example:
+            before = checkout.snapshot()
+            checkout.reset(to=before.name)
+        """
         return self._client.make_snapshot(self.id, name)
 
     def snapshots(self) -> list[protocol.Snapshot]:
@@ -141,6 +155,11 @@ class Checkout:
         """Save the changes, those of the environment included, as a prepared layer.
 
         Other checkouts of the commit start with it by `layer=name`. A layer never changes.
+
+        Example:
+            checkout.save("tools")
+            with mirrord.checkout("psf__requests-2317", layer="tools") as prepared:
+                print(prepared.layer)
         """
         return self._client.save_layer(self.id, name)
 
@@ -148,6 +167,9 @@ class Checkout:
         """Return the changes since the base commit and the layer, as a patch that git accepts.
 
         `format` also selects the output of `git diff --stat` or `--name-status`.
+
+        Example:
+            Path("fix.patch").write_bytes(checkout.diff())
         """
         return self._client.diff_checkout(self.id, format=format)
 
@@ -162,13 +184,22 @@ class Checkout:
 
         All of it is applied, or PatchConflictError is raised. By default a patch applies exactly,
         one of the instance tolerantly. Returns the strategy that applied it.
+
+        Example:
+            checkout.apply(Path("fix.patch").read_bytes())
+            checkout.apply("@test_patch")
         """
         answer = self._client.apply_patch(self.id, patch, reverse=reverse, strategy=strategy)
         self.lease = answer
         return answer.strategy
 
     def restore(self, commit: str, *paths: str) -> list[str]:
-        """Restore files of a pinned commit in the tree (grader view); returns their paths."""
+        """Restore files of a pinned commit in the tree (grader view); returns their paths.
+
+        Example:
+            commit = "22623bd8c265b78b161542663ee980738441c307"
+            checkout.restore(commit, "tests", "setup.cfg")
+        """
         return self._client.restore_paths(self.id, commit, *paths)
 
     def read(self, path: str) -> bytes:
@@ -176,22 +207,37 @@ class Checkout:
 
         `read`, `write`, `upload` and `download` start a sandbox for the call: for many files keep
         a `Sandbox`, which has the same methods.
+
+        Example:
+            text = (checkout.read("setup.py")).decode()
         """
         with self._sandbox() as sandbox:
             return sandbox.read(path)
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, and its missing parents; raises PathNotFoundError."""
+        """Write a file, and its missing parents; raises PathNotFoundError.
+
+        Example:
+            checkout.write("tests/test_new.py", b"def test(): pass\\n")
+        """
         with self._sandbox() as sandbox:
             sandbox.write(path, data)
 
     def upload(self, local: Path | str, path: str) -> None:
-        """Copy a file or directory of the host to `path`."""
+        """Copy a file or directory of the host to `path`.
+
+        Example:
+            checkout.upload("/srv/fixtures", "tests/fixtures")
+        """
         with self._sandbox() as sandbox:
             sandbox.upload(local, path)
 
     def download(self, path: str, local: Path | str) -> None:
-        """Copy a file or directory to the new path `local`; its links are the agent's."""
+        """Copy a file or directory to the new path `local`; its links are the agent's.
+
+        Example:
+            checkout.download("build/report", "report")
+        """
         with self._sandbox() as sandbox:
             sandbox.download(path, local)
 
@@ -201,7 +247,11 @@ class Checkout:
         return Sandbox(self)
 
     def receipt(self) -> protocol.Receipt:
-        """Return the receipt of the current state; keep its `canonical()` bytes."""
+        """Return the receipt of the current state; keep its `canonical()` bytes.
+
+        Example:
+            Path("receipt.json").write_bytes((checkout.receipt()).canonical())
+        """
         return self._client.get_receipt(self.id)
 
     def grade(
@@ -219,6 +269,10 @@ class Checkout:
         """Lease a tree with the changes of this checkout and the instance's tests.
 
         Arguments are those of `Client.grade`. Run the tests as another user than the agent.
+
+        Example:
+            with checkout.grade(policy="drop") as grade, Sandbox(grade) as sandbox:
+                done = sandbox.exec("python -m pytest -q tests")
         """
         how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
         how |= {"attach": attach, "sandbox": sandbox}
@@ -233,7 +287,11 @@ class Checkout:
         reset: bool | str | Mapping[str, Any] = False,
         release: bool = False,
     ) -> Ending:
-        """Return the end of a turn here, for `Client.turn`; the steps are those of `finish`."""
+        """Return the end of a turn here, for `Client.turn`; the steps are those of `finish`.
+
+        Example:
+            mirrord.turn([checkout.ending(diff=True, reset=True)])
+        """
         steps: dict[str, Any] = {"diff": diff, "grade": grade, "snapshot": snapshot}
         return Ending(self, turn_of(self.id, **steps, reset=reset, release=release))
 
@@ -252,6 +310,10 @@ class Checkout:
         move to, or the arguments of `reset`. By default the checkout is released, unless it is
         reset or has a snapshot made. Raises the error of the step that failed: then the checkout is
         still held, and a grade that was made is released.
+
+        Example:
+            finished = checkout.finish(grade={"policy": "drop"}, reset="psf__requests-863")
+            print(finished.diff, finished.grade)
         """
         if release is None:
             release = reset is False and not snapshot
@@ -278,6 +340,11 @@ class Checkout:
         """Let the end of the `with` block diff and grade in the request that releases.
 
         `finished` has the results. After an exception in the block there is a release alone.
+
+        Example:
+            with mirrord.checkout("psf__requests-2317") as checkout:
+                checkout.at_exit()
+            print(checkout.finished)
         """
         self._at_exit = {"diff": diff, "grade": grade}
 
@@ -293,6 +360,9 @@ class Checkout:
 
         Needs CAP_SYS_ADMIN in the namespace, as after `unshare --user --map-root-user --mount`.
         With `pid`, for root only, the paths are those that the process sees in its namespace.
+
+        Example:
+            checkout.attach("/testbed", environment="/opt/environment")
         """
         if environment is not None:
             target = model.Target.ENVIRONMENT
@@ -306,7 +376,11 @@ class Checkout:
         return self._client.open_mount(self.id)
 
     def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
-        """Renew the lease for `ttl`, by default the last one given; returns the new deadline."""
+        """Renew the lease for `ttl`, by default the last one given; returns the new deadline.
+
+        Example:
+            deadline = checkout.renew("4h")
+        """
         self._ttl = self._ttl if ttl is None else seconds_of(ttl)
         self.lease = self._client.renew_checkout(self.id, self._ttl)
         return self.lease.expires_at

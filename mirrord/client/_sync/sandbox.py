@@ -135,6 +135,10 @@ class Sandbox:
 
         After `timeout` seconds its process group is killed. `cwd` is relative to the tree. Raises
         BackendUnavailableError if sandboxes cannot run, CheckoutNotFoundError after a release.
+
+        Example:
+            done = sandbox.exec(["python", "-m", "pytest", "-q"], timeout=600, cwd="tests")
+            print(done.exit_code, done.stdout.decode())
         """
         source = io.BytesIO(input) if input else None
         options: dict[str, Any] = {"timeout": timeout, "cwd": cwd, "variables": variables}
@@ -151,6 +155,9 @@ class Sandbox:
 
         The report is None where the checkout has no environment whose pytest can report. Standard
         input has the key of the report. `files` are in the directory MIRRORD_FILES, read-only.
+
+        Example:
+            done, report = sandbox.exec_tests("python -m pytest -q", timeout=600)
         """
         with self._mount() as mount:
             reports = can_report(environment_of(self._checkout.lease, mount))
@@ -163,7 +170,11 @@ class Sandbox:
         return ended, reporter.read(call.report.bytes())
 
     def read(self, path: str) -> bytes:
-        """Return the content of a file of at most 256 MiB; raises PathNotFoundError."""
+        """Return the content of a file of at most 256 MiB; raises PathNotFoundError.
+
+        Example:
+            text = (sandbox.read("setup.py")).decode()
+        """
         # Output keeps the first and the last half: so none of it is left out
         content = Output(2 * _READ_MAX_BYTES)
         call = SandboxCall(
@@ -179,12 +190,20 @@ class Sandbox:
         return done.stdout
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, and its missing parents; raises PathNotFoundError."""
+        """Write a file, and its missing parents; raises PathNotFoundError.
+
+        Example:
+            sandbox.write("tests/test_new.py", b"def test(): pass\\n")
+        """
         call = SandboxCall(["sh", "-c", _WRITE, "sh", self.at(path)], source=io.BytesIO(data))
         self._must("write", path, call)
 
     def upload(self, local: Path | str, path: str) -> None:
-        """Copy a file or directory of the host to `path`."""
+        """Copy a file or directory of the host to `path`.
+
+        Example:
+            sandbox.upload("/srv/fixtures", "/tmp/fixtures")
+        """
         path = self.at(path)
         with tempfile.TemporaryFile() as packed:
             above = in_thread(lambda: pack(Path(local), path, packed))
@@ -196,6 +215,9 @@ class Sandbox:
 
         Links are the agent's: do not follow them on the host. Raises LimitReachedError above 4 GiB,
         1,000,000 files or 256 directories deep; then nothing of it is kept.
+
+        Example:
+            sandbox.download("build/report", "report")
         """
         path = self.at(path)
         with tempfile.TemporaryFile() as packed:
@@ -232,7 +254,11 @@ class Sandbox:
             os.close(mount)
 
     def reset(self, instance: str | None = None, **target: str | None) -> protocol.Proof:
-        """End all processes and reset the checkout; arguments are those of its `reset`."""
+        """End all processes and reset the checkout; arguments are those of its `reset`.
+
+        Example:
+            sandbox.reset("psf__requests-863")
+        """
         in_thread(self._keeper.close)
         return self._checkout.reset(instance, **target)
 
