@@ -24,6 +24,7 @@ def grade_all(
     keep: bool,
     run_for: timedelta | None = None,
     logs: Path | None = None,
+    parsers: Path | None = None,
     **choices: Any,
 ) -> None:
     """Grade every prediction of a file. Exits with the status of the first that has no grade.
@@ -44,7 +45,7 @@ def grade_all(
     report = GradingReport(reports, source=path.name, dataset=dataset, total=total)
 
     async def begin(client: AsyncClient) -> Iterator[Awaitable[GradedPrediction]]:
-        tests = None if run_for is None else SuiteRunner(client, dataset, run_for, logs)
+        tests = None if run_for is None else SuiteRunner(client, dataset, run_for, logs, parsers)
         return map(Grader(client, last, keep, choices, tests).grade, read_predictions(path))
 
     run(session, "grade", report, jobs, begin)

@@ -173,6 +173,8 @@ HistoryOption = Annotated[
 ViewOption = Annotated[View, Option("For an agent or for a grader.")]
 BackendOption = Annotated[Backend | None, Option("How to make the tree; default: as configured.")]
 OwnerOption = Annotated[str | None, Option("Owner, by name or uid; default: you.", "USER")]
+_PARSERS_HELP = "A file of Python with parsers of logs, such as SWE-rebench V2's (with --run)."
+ParsersOption = Annotated[Path | None, Option(_PARSERS_HELP, "FILE")]
 _TTL_HELP = "Length of the lease, such as 90s, 30m or 2h; default: as configured."
 Ttl = Annotated[str | None, Option(_TTL_HELP, "DURATION")]
 

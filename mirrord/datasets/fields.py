@@ -99,6 +99,7 @@ STANDARD = Columns(
         "image_name": ("image_name", "docker_image", "image"),
         "workdir": ("workdir", "work_dir"),
         "eval_script": ("eval_script",),
+        "before_script": ("before_script",),
         "run_script": ("run_script", "run_script.sh"),
         "parsing_script": ("parsing_script", "parser.py"),
         "test_files": ("selected_test_files_to_run",),

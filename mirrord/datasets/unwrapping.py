@@ -18,15 +18,19 @@ _PRO_ID = re.compile(r"(?:instance_)?(.+?)-([0-9a-f]{40})(?:-v\w+)?")
 
 _RESET = re.compile(r"git reset --hard ([0-9a-f]{40})\b")
 
-# the end of `before_repo_set_cmd`: it takes the tests' files from the gold commit
+# lines of `before_repo_set_cmd`; the last one takes the tests' files from the gold commit
 _FROM_GOLD = re.compile(r"git checkout ([0-9a-f]{40}) +-- *(.*)")
+_TO_BASE = (
+    r"git (?:reset --hard|checkout)(?: (?:-f|--force|-q|--quiet))*(?: {})?|git clean -[dfqx ]+"
+)
 
 
 def unwrap_pro(row: RawFields, note: Note) -> RawFields:
     """Read `before_repo_set_cmd`: it resets to the base commit and checks out gold tests.
 
     The id has the gold commit too, and the repository, which partial rows lack. The tests' files
-    are in the test patch, too; an agent may have changed those that it does not change.
+    are in the test patch, too; an agent may have changed those that it does not change. Commands
+    that do anything else are `before_script`.
     """
     command = row.get("before_repo_set_cmd")
     command = command if isinstance(command, str) else ""
@@ -37,11 +41,20 @@ def unwrap_pro(row: RawFields, note: Note) -> RawFields:
     if (base := _RESET.search(command)) and not row.get("base_commit"):
         plain["base_commit"] = base[1]
         note("base_commit: from before_repo_set_cmd")
-    checked_out = _FROM_GOLD.findall(command)
-    gold = [commit for commit, _ in checked_out]
+    to_base = re.compile(_TO_BASE.format(plain.get("base_commit")))
+    gold, restored, others = list[str](), list[str](), list[str]()
+    for line in filter(None, map(str.strip, command.splitlines())):
+        if tests := _FROM_GOLD.fullmatch(line):
+            gold.append(tests[1])
+            restored += tests[2].split()
+        elif not to_base.fullmatch(line):
+            others.append(line)
     if gold:
         note("gold_commits: from before_repo_set_cmd")
-        plain["restored_files"] = " ".join(paths for _, paths in checked_out).split()
+        plain["restored_files"] = restored
+    if others:
+        note("before_script: from before_repo_set_cmd")
+        plain["before_script"] = "\n".join(others)
     if match and match[2] not in gold:
         note("gold_commits: from instance_id")
         gold.append(match[2])

@@ -21,6 +21,7 @@ from ..errors import MirrordError
 from ..model import Bind, ReportKind, View
 from ..protocol import Grade, Recipe, Tested, to_json
 from ..quoting import quote_name
+from ..testlogs import read_parsers
 from .prediction_file import Fault, Prediction
 from .reports import PAGES, RunReport
 
@@ -249,14 +250,20 @@ class SuiteRunner:
     """Runs the tests of graded predictions, each in its grade, with the instance's environment."""
 
     def __init__(
-        self, client: AsyncClient, dataset: str | None, timeout: timedelta, logs: Path | None
+        self,
+        client: AsyncClient,
+        dataset: str | None,
+        timeout: timedelta,
+        logs: Path | None,
+        parsers: Path | None,
     ) -> None:
         self._client, self._dataset = client, dataset
         self._timeout, self._logs = timeout, logs
+        self._parsers = read_parsers(parsers) if parsers else None
 
     async def prepare(self, row: Prediction) -> tuple[str, Recipe]:
         """Return the name of a row's environment, built if missing, and its recipe."""
-        return await build_environment(self._client, row.instance, self._dataset)
+        return await build_environment(self._client, row.instance, self._dataset, self._parsers)
 
     async def run(self, grade: AsyncGrade, recipe: Recipe, outcome: GradedPrediction) -> Tested:
         identity = outcome.instance or ""
@@ -268,7 +275,9 @@ class SuiteRunner:
         file = None
         if self._logs:
             file = log_path(self._logs, identity, f"{TESTS.step} {outcome.line}")
-        log, verdict = await run_tests(self._client, grade, row, recipe, self._timeout, file)
+        log, verdict = await run_tests(
+            self._client, grade, row, recipe, self._timeout, file, self._parsers
+        )
         unexpected, reason = judge_tests(TESTS, row, verdict.outcomes, log)
         return Tested(
             environment=grade.environment,

@@ -1,8 +1,10 @@
-"""Test logs: the outcome of each test. Standard library only; no I/O."""
+"""Test logs: the outcome of each test. Reads no files but a given one with parsers of others."""
 
 import re
+from collections.abc import Mapping
 
 from . import documents, lines, python, scripts
+from .files import read_parsers
 from .outcomes import (
     Miss,
     Outcome,
@@ -15,6 +17,7 @@ from .outcomes import (
     outcome_of,
 )
 from .scripts import (
+    NOT_BEGUN,
     PARSING,
     SCRIPTS,
     command_of_scripts,
@@ -25,6 +28,7 @@ from .scripts import (
 )
 
 __all__ = [
+    "NOT_BEGUN",
     "PARSING",
     "SCRIPTS",
     "Miss",
@@ -42,6 +46,7 @@ __all__ = [
     "outcome_of",
     "parser_names",
     "parser_of_repo",
+    "read_parsers",
     "takes_files",
     "tells_status",
     "with_parsed",
@@ -53,9 +58,12 @@ _PARSERS: dict[str, Parser] = {
 _REPOSITORIES = {"pvlib-python": "pvlib", "scikit-learn": "scikit"}
 
 
-def find_parser(name: str) -> Parser | None:
-    """Find a parser by name, with or without a prefix of SWE-bench or SWE-rebench."""
-    return _PARSERS.get(_without_prefix(name))
+def find_parser(name: str, others: Mapping[str, Parser] | None = None) -> Parser | None:
+    """Find a parser by name, with or without a prefix of SWE-bench or SWE-rebench.
+
+    One of `others`, which have whole names, comes before the own of that name.
+    """
+    return (others or {}).get(name) or _PARSERS.get(_without_prefix(name))
 
 
 def _without_prefix(name: str) -> str:

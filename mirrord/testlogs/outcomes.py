@@ -15,6 +15,12 @@ class Outcome(StrEnum):
     ERROR = "error"
 
 
+def outcome_named(word: str) -> Outcome:
+    """Return the outcome that a parser of others names; FAILED for an unknown word."""
+    word = word.upper()
+    return Outcome.PASSED if word == "XFAIL" else Outcome.__members__.get(word, Outcome.FAILED)
+
+
 Outcomes = dict[str, Outcome]
 Parser = Callable[[str], Outcomes]
 

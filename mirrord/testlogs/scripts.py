@@ -1,7 +1,8 @@
 """Scripts of rows that run their tests: the command for them, and what of its output is their log.
 
 `eval_script` is SWE-bench's, with marks around the output of the runner. `run_script` is called
-with the files of tests, as in SWE-bench Pro, and `parsing_script` with what it wrote.
+with the files of tests, as in SWE-bench Pro, after `before_script` in the same shell, and
+`parsing_script` with what it wrote.
 
 Scripts are files that the command may read and not change, in MIRRORD_FILES: the code under test
 has its uid. A parsing_script runs after it and elsewhere, and the code under test never sees it.
@@ -12,9 +13,15 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from .outcomes import Outcome, Outcomes, Parser
+from .outcomes import Outcomes, Parser, outcome_named
 
-SCRIPTS = ("eval_script", "run_script", "parsing_script")
+SCRIPTS = ("eval_script", "before_script", "run_script", "parsing_script")
+NOT_BEGUN = b">>>>> before_script failed\n"
+_BEFORE = f"""\
+trap 'echo "{NOT_BEGUN.decode().strip()}" >&2' EXIT
+set -e; . "$MIRRORD_FILES/before_script" >&2; set +e
+trap - EXIT
+"""
 _RUN = 'bash "$MIRRORD_FILES/run_script"'
 _EVAL = 'bash "$MIRRORD_FILES/eval_script"'
 PARSING = """\
@@ -30,13 +37,14 @@ _PARSED = ">>>>> Output of parsing_script"
 def command_of_scripts(row: Mapping[str, Any]) -> str | None:
     """Return the shell command that runs a row's script; None if it has none."""
     if "run_script" in row:
-        return f"{_RUN} {shlex.quote(','.join(row.get('test_files') or ()))}"
+        run = f"{_RUN} {shlex.quote(','.join(row.get('test_files') or ()))}"
+        return _BEFORE + run if "before_script" in row else run
     return _EVAL if "eval_script" in row else None
 
 
 def is_scripted(command: str) -> bool:
     """Return whether a command runs a row's script, which names the files of tests itself."""
-    return command.startswith((_RUN, _EVAL))
+    return command.removeprefix(_BEFORE).startswith((_RUN, _EVAL))
 
 
 def tells_status(command: str) -> bool:
@@ -59,10 +67,9 @@ def _parsed(log: str) -> Outcomes:
     """Read what a parsing_script wrote: `tests` with a name and a status."""
     try:
         tests = json.loads(log.rpartition(_PARSED)[2])["tests"]
-        told = [(str(test["name"]), str(test["status"]).upper()) for test in tests]
+        return {str(test["name"]): outcome_named(str(test["status"])) for test in tests}
     except (ValueError, KeyError, TypeError, RecursionError):
         return {}
-    return {name: Outcome.__members__.get(status, Outcome.FAILED) for name, status in told}
 
 
 PARSERS: dict[str, Parser] = {"parsing_script": _parsed}

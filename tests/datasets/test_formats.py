@@ -253,6 +253,9 @@ def test_a_pro_row_has_its_commits_in_a_command_and_in_its_id(case: Case) -> Non
     assert found["commits"] == [[BASE, "base"], [GOLD, "gold"]]
     assert "base_commit: from before_repo_set_cmd" in found["rules"]
     assert found["install"] == {"restored_files": ["test/a.py", "test/b.py"]}
+    more = f"{PRO_COMMAND}\ncd web && npm ci\ngit checkout {SETUP}"
+    found = read_one(case, {**partial, "before_repo_set_cmd": more})
+    assert found["install"]["before_script"] == f"cd web && npm ci\ngit checkout {SETUP}"
     full = {**partial, "repo": "PSF/requests", "base_commit": SETUP, "fail_to_pass": "['a']"}
     found = read_one(case, full | {"dockerhub_tag": "psf.requests-1"})
     assert (found["mirror"], found["base"]) == ("PSF__requests", SETUP)

@@ -35,6 +35,14 @@ while read is dash name; do
   printf '%s{"name": "%s", "status": "%s"}' "$comma" "${name#- }" $status >> "$3"; comma=,
 done < "$1"; printf ']}' >> "$3"
 """
+PARSER = """from enum import Enum
+class Status(Enum):
+    PASSED = "PASSED"
+    FAILED = "failed"
+def parse_log_own(log):
+    told = [line.rpartition("ok - ") for line in log.splitlines() if "ok - " in line]
+    return {name: Status.FAILED if "not" in before else Status.PASSED for before, _, name in told}
+"""
 FORGED = """+add() { echo 3; }
 +for it in run_script parsing_script; do echo : > "$MIRRORD_FILES/$it" || echo not changed >&2; done
 +echo 'echo "{\\"tests\\": [{\\"name\\": \\"adds\\", \\"status\\": \\"PASSED\\"}]}" > "$6"' > /bin/python3"""
@@ -126,7 +134,7 @@ def test_the_repository_of_an_image_is_found_or_asked_for(
 
 def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> None:
     """A shell project that says its results by TAP; most rows have one image, one has none. Its tests
-    run by a command, by SWE-bench's script, or by the two of SWE-bench Pro.
+    run by a command, by SWE-bench's script, or by those of SWE-bench Pro.
     """
     buggy, test = "add() { echo 3; }\n", ". ./lib.sh; . ./built.sh; . ./helper.sh\n"
     upstream = Upstream(tmp_path / "sh")
@@ -154,9 +162,12 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
     marked = "set -x\ngit show\necho ok - other\n{}: '>>>>> Start Test Output'\nsh run.sh\n{}{}"
     end = ": '>>>>> End Test Output'\necho not ok - three\n"
     scripts: list[dict[str, object]] = [
-        {"log_parser": "tap", "eval_script": marked.format(applied, end, "git status\n")},
-        {"run_script": "echo $* >&2; sh run.sh", "parsing_script": PARSING,
+        {"log_parser": "parse_log_own", "eval_script": marked.format(applied, end, "git status\n")},
+        {"before_script": "echo before; export after=$PWD",
+         "run_script": "echo $* $after >&2; sh run.sh", "parsing_script": PARSING,
          "selected_test_files_to_run": '["run.sh", "b"]', "restored_files": ["helper.sh", "no"]},
+        {"before_script": f"cat-file() {{ git $@; }}; cat-file checkout {base[::-1]}; echo on",
+         "run_script": "sh run.sh", "log_parser": "tap"},
     ]  # fmt: skip
     others = {"o__sh-2": "o/i", "o__sh-3": "o/absent", "o__sh-4": None}
     rows = [row, *({**row, "instance_id": each, "image_name": of} for each, of in others.items())]
@@ -176,11 +187,15 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
         assert set(served.asked.values()) == {1}, "the second time nothing is fetched"
     socket = ("--socket", str(bench.made.socket))
     named, logs = ("o__sh-1", "o__sh-5", "o__sh-6"), tmp_path / "logs"
-    words = ("rehearse", *named, "--dataset", "sh", "--run", "--json", "--times", "2")
-    command = [sys.executable, "-m", "mirrord", *socket, *words, "--logs", str(logs)]
+    (tmp_path / "own.py").write_text(PARSER)
+    parsers = ("--log-parsers", str(tmp_path / "own.py"))
+    words = ("rehearse", *named, "o__sh-7", "--dataset", "sh", "--run", "--json", "--times", "2")
+    command = [sys.executable, "-m", "mirrord", *socket, *words, "--logs", str(logs), *parsers]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran
+    assert ran.returncode == 8, ran
     answer = json.loads(ran.stdout)
+    unready = answer["instances"].pop()
+    assert "its before_repo_set_cmd failed: fatal: reference is not a tree" in unready["reason"]
     (group,) = answer["totals"]["repositories"]
     assert (group["passed"]["tests before"], group["passed"]["tests after"]) == (3, 3)
     image = bench.client.get_environment(report.ready[0])
@@ -188,6 +203,7 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
         "count": 1, "leaking": 0, "size_bytes": image.size_bytes,
         "disk_bytes": (image.size_bytes or 0) - image.shared_bytes,
     }  # fmt: skip
+    assert len(answer["instances"]) == len(named)
     for told_of in answer["instances"]:
         steps = {each["name"]: each["outcome"] for each in told_of["steps"]}
         assert (steps["tests before"], steps["tests after"]) == ("ok", "ok")
@@ -198,7 +214,7 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
         ]
         assert outcomes[0] == {"adds": "failed", "three": "passed"}
         assert outcomes[1] == {"adds": "passed", "three": "passed"}
-    assert "run.sh,b\n" in (logs / "o__sh-6/tests-after.log").read_text()
+    assert "before\nrun.sh,b /app\n" in (logs / "o__sh-6/tests-after.log").read_text()
     forged = str(row["patch"]).replace("+1 @@", "+1,3 @@").partition("+add")[0] + f"{FORGED}\n"
     forged += change.format("helper.sh", "") + "-:\n+check() { echo ok - $1; }\n"
     models = [("gold", name, row["patch"]) for name in named] + [("forged", "o__sh-6", forged)]
@@ -207,7 +223,7 @@ def test_the_images_of_rows_run_their_tests(bench: Bench, tmp_path: Path) -> Non
         for model, name, patch in models
     ))  # fmt: skip
     grade = ("grade", "--predictions", str(tmp_path / "predictions.jsonl"), "--run", "--json")
-    command = [sys.executable, "-m", "mirrord", *socket, *grade, "--logs", str(logs)]
+    command = [sys.executable, "-m", "mirrord", *socket, *grade, "--logs", str(logs), *parsers]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     *gold, caught = json.loads(ran.stdout)["predictions"]
     assert [each["state"] for each in gold] == ["resolved"] * len(named), gold

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from mirrord.testlogs import Outcome, find_parser, parser_names
+from mirrord.errors import ProofFailedError, UsageError
+from mirrord.testlogs import Outcome, find_parser, parser_names, read_parsers
 
 PASSED, FAILED, SKIPPED, ERROR = Outcome
 
@@ -397,3 +400,36 @@ def test_any_log_is_read_in_bounded_time(name: str, log: str) -> None:
     parser = find_parser(name)
     assert parser is not None
     assert len(parser(log)) <= 1
+
+
+def test_parsers_of_a_file_come_first_and_their_bugs_are_errors(tmp_path: Path) -> None:
+    file = tmp_path / "parsers.txt"
+    file.write_text(
+        "def parse_log_tap(log):\n    return {'a': 'PASSED', 'b': 'XFAIL', 'c': 'what'}\n"
+        "def parse_log_bad(log):\n    return log[99]\nNAME_TO_PARSER = dict(globals(), no=len)\n"
+    )
+    parsers = read_parsers(file)
+    assert parsers.keys() == {"parse_log_tap", "parse_log_bad"}
+    tap = find_parser("parse_log_tap", parsers)
+    assert tap and tap("") == {"a": PASSED, "b": PASSED, "c": FAILED}
+    assert find_parser("parse_log_cargo", parsers) is find_parser("cargo")
+    with pytest.raises(ProofFailedError, match="parse_log_bad failed: IndexError"):
+        parsers["parse_log_bad"]("")
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        (None, "FileNotFoundError"),
+        ("x = ", "SyntaxError"),
+        ("import absent_module", "No module named"),
+        ("NAME_TO_PARSER = 1", "its NAME_TO_PARSER is no mapping"),
+        ("parse_log_x = 1\nx = len", "it has none"),
+    ],
+)
+def test_a_file_without_parsers_is_refused(tmp_path: Path, text: str | None, fact: str) -> None:
+    file = tmp_path / "parsers.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=fact):
+        read_parsers(file)

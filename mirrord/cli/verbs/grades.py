@@ -14,6 +14,7 @@ from ..session import (
     HistoryOption,
     Option,
     OwnerOption,
+    ParsersOption,
     Session,
     Ttl,
     read_duration,
@@ -43,6 +44,7 @@ class PredictionOptions(NamedTuple):
     run: Annotated[bool, Option(_RUN_HELP)] = False
     logs: Annotated[Path | None, Option("Directory for the logs of tests (with --run).")] = None
     timeout: Annotated[str, Option("Limit of a run of the tests (with --run).", "DURATION")] = "30m"
+    log_parsers: ParsersOption = None
 
     def grade(self, session: Session, path: Path, **choices: Any) -> None:
         """Grade each prediction, and report them."""
@@ -52,7 +54,7 @@ class PredictionOptions(NamedTuple):
         run_for = read_duration(self.timeout, "--timeout") if self.run else None
         predictions.grade_all(
             session, path, self.report or [], jobs, keep=self.keep, logs=self.logs,
-            run_for=run_for, **choices,
+            run_for=run_for, parsers=self.log_parsers, **choices,
         )  # fmt: skip
 
 

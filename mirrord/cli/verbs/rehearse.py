@@ -19,6 +19,7 @@ from ..session import (
     NoWait,
     Option,
     OwnerOption,
+    ParsersOption,
     Session,
     read_duration,
     read_jobs,
@@ -49,6 +50,7 @@ def rehearse(
     logs: Annotated[Path | None, Option(_LOGS_HELP, "DIR")] = None,
     timeout: Annotated[str, Option("Limit of a run of the tests.", "DURATION")] = "30m",
     times: Annotated[str, Option(_TIMES_HELP, "N")] = "1",
+    log_parsers: ParsersOption = None,
     owner: OwnerOption = None,
     prewarm: Annotated[bool, Option(_PREWARM_HELP)] = False,
     no_wait: NoWait = False,
@@ -72,6 +74,7 @@ def rehearse(
     parallel = read_jobs(jobs)
     tests: dict[str, Any] = {"run": run, "test_timeout": read_duration(timeout, "--timeout")}
     tests |= {"owner": read_owner(owner), "times": read_jobs(times, "--times")}
+    tests["parsers"] = log_parsers
     tests["logs"] = _log_directory(logs, [*(report or ()), *([resume] if resume else [])])
     results = Results(report or (), resume)
 

@@ -916,12 +916,13 @@ class AsyncClient:
         test_timeout: timedelta = timedelta(minutes=30),
         owner: int | None = None,
         times: int = 1,
+        parsers: Path | None = None,
     ) -> "AsyncRehearsal":
         """Prepare a rehearsal of these instances, all of a dataset, or all; for administrators.
 
         With `run` it builds their environments and runs their tests, each run for at most
         `test_timeout`, `times` times; logs go to the directory `logs`. The checkouts are those of
-        `owner`, as whom the tests run.
+        `owner`, as whom the tests run. `parsers` is a file of Python with parsers of logs.
 
         Example:
             rehearsal = await mirrord.rehearsal("psf__requests-2317", run=True)
@@ -929,6 +930,7 @@ class AsyncClient:
         from .rehearsal import AsyncRehearsal  # noqa: PLC0415  (loads the parsers of logs)
 
         choices: dict[str, Any] = {"run": run, "logs": logs, "owner": owner, "times": times}
+        choices["parsers"] = parsers
         rehearsal = AsyncRehearsal(self, test_timeout=test_timeout, **choices)
         await rehearsal.prepare(instances, dataset)
         return rehearsal

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ... import errors, protocol
 from ...model import AuditLevel, Bind, CommitState, FoundStrategy, History, View, utc_now
 from ...sandbox.verdicts import Verdict
+from ...testlogs import read_parsers
 from .. import rehearsing
 from .testrun import build_environment, run_tests
 
@@ -52,9 +53,14 @@ class AsyncRehearsal:
         test_timeout: timedelta,
         owner: int | None,
         times: int,
+        parsers: Path | None,
     ) -> None:
         self._client, self._owner, self._times = client, owner, times
         self._run, self._logs, self._test_timeout = run, logs, test_timeout
+        self._parsers, self._read_by = None, ""
+        if parsers:
+            self._parsers = read_parsers(parsers)
+            self._read_by = hashlib.sha256(parsers.read_bytes()).hexdigest()
         self._bind = Bind.PROCESS
         self._mirrors: dict[str, protocol.Mirror] = {}
         self._audit: protocol.Operation | None = None
@@ -88,7 +94,7 @@ class AsyncRehearsal:
             return rehearsing.Candidate(instance, dataset, error=error)
         mirror = self._mirrors.get(row.mirror.lower())
         synced = mirror.synced_at.isoformat() if mirror and mirror.synced_at else ""
-        inputs = [row.to_json(), synced, version, *(["run"] if self._run else [])]
+        inputs = [row.to_json(), synced, version, *(["run", self._read_by] if self._run else [])]
         patches = dict(zip(rehearsing.PATCHES, (row.test_patch, row.patch), strict=True))
         return rehearsing.Candidate(
             instance=row.id,
@@ -259,7 +265,9 @@ class AsyncRehearsal:
         row = await self._client.get_instance(identity, view=View.GRADER, dataset=dataset)
         with record.step("environment", needed=True):
             rehearsing.require_lists(row)
-            record.environment, recipe = await build_environment(self._client, identity, dataset)
+            record.environment, recipe = await build_environment(
+                self._client, identity, dataset, self._parsers
+            )
         try:
             await self._run_phases(candidate, row, recipe, record)
         finally:  # the scan of an image may run beside its first tests
@@ -302,7 +310,8 @@ class AsyncRehearsal:
         """Run the tests, and keep their log by `name`; return it and its verdict."""
         path = rehearsing.log_path(self._logs, row.id, name) if self._logs else None
         try:
-            return await run_tests(self._client, checkout, row, recipe, self._test_timeout, path)
+            limit, parsers = self._test_timeout, self._parsers
+            return await run_tests(self._client, checkout, row, recipe, limit, path, parsers)
         finally:
             if path and path.exists():
                 record.logs.append(str(path))

@@ -909,12 +909,13 @@ class Client:
         test_timeout: timedelta = timedelta(minutes=30),
         owner: int | None = None,
         times: int = 1,
+        parsers: Path | None = None,
     ) -> "Rehearsal":
         """Prepare a rehearsal of these instances, all of a dataset, or all; for administrators.
 
         With `run` it builds their environments and runs their tests, each run for at most
         `test_timeout`, `times` times; logs go to the directory `logs`. The checkouts are those of
-        `owner`, as whom the tests run.
+        `owner`, as whom the tests run. `parsers` is a file of Python with parsers of logs.
 
         Example:
             rehearsal = mirrord.rehearsal("psf__requests-2317", run=True)
@@ -922,6 +923,7 @@ class Client:
         from .rehearsal import Rehearsal  # noqa: PLC0415  (loads the parsers of logs)
 
         choices: dict[str, Any] = {"run": run, "logs": logs, "owner": owner, "times": times}
+        choices["parsers"] = parsers
         rehearsal = Rehearsal(self, test_timeout=test_timeout, **choices)
         rehearsal.prepare(instances, dataset)
         return rehearsal

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 from ... import errors, protocol
 from ...model import shown
 from ...sandbox.verdicts import Verdict, judge_run
-from ...testlogs import PARSING, cut_to_tests, find_parser, is_scripted, tells_status, with_parsed
+from ...testlogs import (
+    NOT_BEGUN,
+    PARSING,
+    Parser,
+    cut_to_tests,
+    find_parser,
+    is_scripted,
+    tells_status,
+    with_parsed,
+)
 from ..rehearsing import command_of, modules_of
 
 if TYPE_CHECKING:
@@ -23,9 +32,14 @@ if TYPE_CHECKING:
 
 
 def build_environment(
-    client: Client, instance: str, dataset: str | None
+    client: Client,
+    instance: str,
+    dataset: str | None,
+    parsers: Mapping[str, Parser] | None = None,
 ) -> tuple[str, protocol.Recipe]:
-    """Return the name of an instance's environment, built if missing, and its recipe."""
+    """Return the name of an instance's environment, built if missing, and its recipe, whose log
+    mirrord or one of `parsers` can read.
+    """
     ended = client.wait(client.build_environments(instance, dataset=dataset))
     report = protocol.BuildReport.from_json(ended.result)
     for failed in report.failed:
@@ -39,11 +53,12 @@ def build_environment(
             " test command",
             hint="add `install_config` with `test_cmd` and `log_parser` to the row",
         )
-    if find_parser(recipe.log_parser) is None:
+    if find_parser(recipe.log_parser, parsers) is None:
         raise errors.RecipeNotFoundError(
             f"cannot read the log of the tests of {instance}: no parser is named"
             f" {shown(recipe.log_parser)}",
-            hint="docs/environments.md lists the parsers; name one in the row's `log_parser`",
+            hint="name one of docs/environments.md in the row's `log_parser`, or the file that"
+            " defines it: --log-parsers FILE",
         )
     return environment.name, recipe
 
@@ -55,6 +70,7 @@ def run_tests(
     recipe: protocol.Recipe,
     timeout: timedelta,
     log_file: Path | None,
+    parsers: Mapping[str, Parser] | None = None,
 ) -> tuple[str, Verdict]:
     """Run the tests of a row in the tree of a checkout; returns their log and the verdict.
 
@@ -74,6 +90,13 @@ def run_tests(
     log = (ended.stdout + ended.stderr).decode(errors="replace")
     try:
         _require_time(row, ended)
+        if takes_scripts and ended.stderr.endswith(NOT_BEGUN):
+            said = ended.stderr.removesuffix(NOT_BEGUN).decode(errors="replace").strip()[-300:]
+            raise errors.ProofFailedError(
+                f"cannot run the tests of {row.id}: a command of its before_repo_set_cmd failed:"
+                f" {said}",
+                hint="it runs in the sandbox, without network and without the gold commit",
+            )
         if takes_scripts and parsing:
             files = {"parsing_script": parsing, "stdout": ended.stdout, "stderr": ended.stderr}
             log = with_parsed(log, _parse(client, checkout.lease, row, files, seconds))
@@ -81,7 +104,7 @@ def run_tests(
         if log_file:
             log_file.parent.mkdir(parents=True, exist_ok=True)
             log_file.write_bytes(log.encode())
-    parser = find_parser(recipe.log_parser)
+    parser = find_parser(recipe.log_parser, parsers)
     assert parser is not None  # build_environment looked
     tests = [*(row.fail_to_pass or ()), *(row.pass_to_pass or ())]
     log = cut_to_tests(log)
