@@ -221,6 +221,7 @@ class Catalog:
     delete_pins = _writes(mirrors.delete_pins)
     list_pins = _reads(mirrors.list_pins)
     list_pin_keys = _reads(mirrors.list_pin_keys)
+    list_named = _reads(mirrors.list_named)
     count_pins = _reads(mirrors.count_pins)
     list_stale_pins = _reads(mirrors.list_stale_pins)
 

@@ -134,6 +134,15 @@ def list_pin_keys(connection: Connection) -> dict[str, set[tuple[str, CommitId]]
     return keys
 
 
+def list_named(connection: Connection, key: str) -> set[CommitId]:
+    """Return the commits of a mirror that a dataset or a pin names."""
+    queries = (
+        select(table.c.commit_id).where(table.c.mirror_key == key.lower())
+        for table in (recorded, pins)
+    )
+    return {CommitId(commit) for commit in connection.execute(sa.union(*queries)).scalars()}
+
+
 def count_pins(connection: Connection) -> dict[str, int]:
     count = func.count(pins.c.commit_id.distinct())
     query = select(pins.c.mirror_key, count).group_by(pins.c.mirror_key)

@@ -217,7 +217,7 @@ class Engine:
         """Open what checkouts are made from: sealed stores, templates and environments."""
 
         async def recorded(name: MirrorName) -> set[CommitId]:
-            return {row.commit for row in await self.catalog.list_recorded(name.key)}
+            return await self.catalog.list_named(name.key)
 
         self.stores = StoreBuilder(
             state_dir=self.layout.root, git=self.git, workers=self.workers,

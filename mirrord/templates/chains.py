@@ -84,10 +84,16 @@ def plan(
         layers[commit] = planned[commit] = PackLayer(commit, base.commit if base else None, depth)
 
     def waypoint_at(depth: int) -> PackLayer:
-        """Return the layer at `depth`, planned or in the chain below the line."""
+        """Return the layer at `depth`, planned or in the chain below the line.
+
+        A far layer has none near it: a lower one would pack all that is between once more.
+        """
         if depth in on_line and on_line[depth] in layers:
             return layers[on_line[depth]]
-        return next(layer for layer in reversed(chain(layers, line[-1])) if layer.depth <= depth)
+        below = chain(layers, line[-1])
+        base = next(layer for layer in reversed(below) if layer.depth <= depth)
+        is_far = start - base.depth > NEIGHBOURS and len(below) < CHAIN_LIMIT // 2
+        return below[-1] if is_far else base
 
     if line[-1] not in layers:
         add(line[-1], None, 0)

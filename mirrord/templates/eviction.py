@@ -1,9 +1,10 @@
 """Evict templates: least recently used first over `template_bytes` and on a nearly full disk, those
-unused for `template_ttl`, and on request all that no checkout needs.
+unused for `template_ttl`, those of a commit that nothing names once its last checkout has ended for
+the `ttl` of a lease, and on request all that no checkout needs.
 
 Evicting a sealed store also evicts the layers and closure packs that no other store needs; nothing
-that a checkout holds is evicted. The last store of a mirror is exempt from `template_ttl`, because
-the first checkout of a mirror costs most. Whatever is evicted can be built again from the mirror.
+that a checkout holds is evicted. The last store of a mirror is exempt from both times, because the
+first checkout of a mirror costs most. Whatever is evicted can be built again from the mirror.
 """
 
 import time
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import anyio.to_thread
 
 from ..config import Settings
+from ..errors import CatalogUnavailableError
 from ..jobs.events import Events
 from ..model import History, MirrorName
 from .builder import StoreBuilder
@@ -93,10 +95,11 @@ class Eviction:
         settings = self.settings().checkouts
         now, evicted = time.time(), 0
         oldest, idle = now - settings.template_ttl.total_seconds(), now - _IN_USE_S
+        unnamed = await self._list_unnamed(inventories, now - settings.ttl.total_seconds())
         wanted_bytes = sum(e.size_bytes for e in inventories) - short_bytes
         for mirror, path, used_at in sorted(stores, key=itemgetter(2)):
             size_bytes = sum(e.size_bytes for e in inventories)
-            is_late = used_at < oldest and len(mirror.stores) > 1
+            is_late = (used_at < oldest or path in unnamed) and len(mirror.stores) > 1
             is_short = size_bytes > wanted_bytes and used_at < idle
             if not is_late and not is_short and size_bytes <= settings.template_bytes:
                 continue
@@ -108,6 +111,25 @@ class Eviction:
                 await self.stores.evict_packs(mirror.name)
         self._publish(inventories, evicted)
         return evicted
+
+    async def _list_unnamed(
+        self, inventories: "Sequence[_MirrorStores]", before: float
+    ) -> set[Path]:
+        """Return the stores last used `before` whose commit no dataset or pin names.
+
+        Each may have a whole history of its own, because it cannot stand on packs of later commits.
+        None where the catalog cannot tell.
+        """
+        unnamed = set[Path]()
+        for mirror in inventories:
+            old = [path for path, used_at in mirror.used_at.items() if used_at < before]
+            if len(mirror.stores) > 1 and old:
+                try:
+                    named = await self.stores.recorded(mirror.name)
+                except CatalogUnavailableError:
+                    return set()
+                unnamed.update(path for path in old if mirror.stores[path].commit not in named)
+        return unnamed
 
     async def collect(self, keep: Collection[StoreKey]) -> dict[MirrorName, tuple[int, int]]:
         """Evict every template but those held, in `keep` or used since; returns count and bytes.

@@ -441,6 +441,9 @@ def test_recorded_commits_are_listed_by_mirror_and_by_dataset_in_the_registered_
         ]
         assert {str(row.mirror) for row in rows} == {"PSF__requests"}
         assert len(await catalog.list_recorded()) == 6
+        assert await catalog.list_named("PSF__requests") == {commit(1), commit(2), commit(99)}
+        await catalog.put_pins([PinRow(MirrorName("PSF", "requests"), commit(7), "me", "", NOW)])
+        assert commit(7) in await catalog.list_named("psf__requests")
         assert (await catalog.find_instance("a", "lite")).mirror == MirrorName("PSF", "requests")  # type: ignore[union-attr]
 
     using(work)

@@ -30,13 +30,19 @@ class Store:
         self.state_dir = state_dir
         self._upstream, self._workers = upstream, workers
         self.template_bytes = template_bytes
+        self.ttl = "7d"
+        self.named: set[CommitId] = set()
         self.events = Events()
         self.trash = Trash()
         home = state_dir / "home"
         home.mkdir(parents=True, exist_ok=True)
 
         def settings():
-            return Settings.model_validate({"checkouts": {"template_bytes": self.template_bytes}})
+            checkouts = {"template_bytes": self.template_bytes, "ttl": self.ttl}
+            return Settings.model_validate({"checkouts": checkouts})
+
+        async def recorded(name):
+            return self.named
 
         def path(name):
             return upstream.path / ".git"
@@ -47,6 +53,7 @@ class Store:
             workers=workers,
             mirrors_path=path,
             trash=self.trash,
+            recorded=recorded,
         )
         self.templates = Templates(
             settings=settings,

@@ -61,6 +61,18 @@ def test_a_far_commit_needs_two_packs_and_one_each_4096_steps() -> None:
     assert len(chain({layer.commit: layer for layer in [root, *planned]}, line[0])) <= 5
 
 
+def test_neighbours_of_a_far_commit_stand_on_its_packs() -> None:
+    """Not on the way-point that a grid from the root would have: 4,000 steps were packed once more for each."""
+    line = [CommitId(f"{number:040}") for number in range(10_001)]
+    root = PackLayer(line[-1], None, 0)
+    layers = {root.commit: root} | {it.commit: it for it in plan_far({root.commit: root}, line)}
+    for planned in (plan(layers, line[1 : NEIGHBOURS + 1], ahead=True), plan(layers, line[10:])):
+        below = layers | {layer.commit: layer for layer in planned}
+        spans = [it.depth - below[it.base].depth for it in planned if it.base]
+        assert len(spans) == len(planned)
+        assert max(spans) <= NEIGHBOURS
+
+
 def test_a_parent_that_has_a_layer_is_not_packed_again() -> None:
     """Variants where a way-point would be: the second brings the parent's layer, the third finds it."""
     line = [CommitId(f"{number:040}") for number in range(ROOT_MARGINS[0] + 1)]

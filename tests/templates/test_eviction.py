@@ -12,8 +12,8 @@ import pytest
 from gitrepos import Upstream
 from template_parts import NAME, Store, assert_equals_commit, disk_bytes, run
 
-from mirrord.errors import CheckoutBusyError
-from mirrord.model import CommitId, History
+from mirrord.errors import CatalogUnavailableError, CheckoutBusyError
+from mirrord.model import CommitId, History, MirrorName
 
 pytestmark = pytest.mark.root
 
@@ -185,6 +185,46 @@ def test_the_ttl_counts_from_the_release_of_the_last_checkout(
         again.templates.drop(made[0])
         await again.templates.evict()
         assert [record(store, commit).exists() for commit in commits] == [True, False, False]
+
+    run(tmp_path, upstream, test)
+
+
+def test_a_commit_that_nothing_names_goes_some_time_after_its_last_checkout(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
+    """With the packs that no other store needs; not while it is held, nor while the catalog is out of reach."""
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 4)
+
+    async def test(store: Store) -> None:
+        directory = store.trees.parent
+        later = [await store.ensure(commit) for commit in commits[2:]]
+        packs = set((directory / "packs").glob("*/*.pack"))
+        for commit in commits[:2]:
+            await store.ensure(commit)
+        age(store, commits, timedelta(hours=3))
+        again = await store.reopened()
+        again.ttl, again.named = "2h", {template.commit for template in later}
+        held = await again.ensure(commits[1])
+        again.templates.hold(held)
+        known, again.stores.recorded = again.stores.recorded, unreachable
+        assert await again.templates.evict() == 0
+        again.stores.recorded = known
+        assert await again.templates.evict() == 1
+        assert [record(store, commit).exists() for commit in commits] == [False, True, True, True]
+        again.templates.drop(held)
+        assert await again.templates.evict() == 0
+        again.stores.used_at[held.layers[1]] -= 3 * 3600
+        assert await again.templates.evict() == 1
+        assert set((directory / "packs").glob("*/*.pack")) == packs
+        assert_equals_commit(
+            await again.ensure(commits[0]),
+            tmp_path / "back",
+            upstream.git("rev-parse", f"{commits[0]}^{{tree}}"),
+        )
+
+    async def unreachable(name: MirrorName) -> set[CommitId]:
+        raise CatalogUnavailableError("cannot reach the catalog: refused")
 
     run(tmp_path, upstream, test)
 
