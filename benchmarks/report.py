@@ -87,10 +87,6 @@ def _latencies(result: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _subject(result: dict[str, Any]) -> tuple[str, list[str]]:
-    return result["repository"]["name"], result["cases"]
-
-
 def _growths(result: dict[str, Any]) -> list[list[str]]:
     return [
         [
@@ -137,12 +133,9 @@ def print_table(result: dict[str, Any]) -> None:
 def write_docs(ran: list[dict[str, Any]], docs: Path) -> None:
     """Both pages and the plot, whole, from docs/benchmarks.json with what ran now."""
     stored = docs / "benchmarks.json"
-    results = [
-        *filter(
-            lambda old: _subject(old) not in map(_subject, ran), json.loads(stored.read_text())
-        ),
-        *ran,
-    ]
+    results = json.loads(stored.read_text())
+    for result in ran:
+        results = [*filter(_has_any, (_without(old, result) for old in results)), result]
     stored.write_text(json.dumps(results, indent=1) + "\n")
     compared = [_section(result, _comparisons(result)) for result in results]
     plot = (
@@ -152,6 +145,34 @@ def write_docs(ran: list[dict[str, Any]], docs: Path) -> None:
     loaded = [_section(result, _loads(result)) for result in results]
     (docs / "benchmarks-load.md").write_text(LOAD + "".join(loaded))
     (docs / "benchmarks.svg").write_text(_plot(results))
+
+
+# what names an entry of each kind
+_NAMED_BY = {
+    "rows": ("work", "against"),
+    "figures": ("name",),
+    "growths": ("what",),
+    "latencies": ("what",),
+}
+
+
+def _without(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """An older result without what a newer one of the same repository has measured again."""
+    if old["repository"]["name"] != new["repository"]["name"]:
+        return old
+
+    def named(entry: dict[str, Any], kind: str) -> list[str]:
+        return [entry[member] for member in _NAMED_BY[kind]]
+
+    left = {}
+    for kind in _NAMED_BY:
+        again = [named(entry, kind) for entry in new.get(kind, ())]
+        left[kind] = [entry for entry in old.get(kind, ()) if named(entry, kind) not in again]
+    return {**old, **left}
+
+
+def _has_any(result: dict[str, Any]) -> bool:
+    return any(result.get(kind) for kind in _NAMED_BY)
 
 
 def _section(result: dict[str, Any], tables: str) -> str:
