@@ -54,6 +54,7 @@ class AuditRun:
             left=sorted(map(str, self.left.values())),
             started_at=self.started_at, finished_at=utc_now(),
             counts=dict(sum((Counter(part.counts) for part in parts), Counter())),
+            pinned=dict(sum((Counter(part.pinned) for part in parts), Counter())),
             reach=dict(sum((Counter(part.reach) for part in parts), Counter())),
             findings=findings,
             open_count=sum(not finding.accepted for finding in findings),
@@ -66,7 +67,7 @@ class AuditRun:
 def part_of(judged: MirrorJudgement, stores: Mapping[str, str]) -> AuditPart:
     """Make the part of one mirror; `stores` are damaged templates and stores, with their fate.
 
-    Commits that only persons pinned are not counted, but have findings.
+    Commits that only pins name are counted apart.
     """
     recorded = {row.commit for row in judged.rows}
     verdicts, reach = judged.examined.verdicts, judged.examined.reach
@@ -92,6 +93,7 @@ def part_of(judged: MirrorJudgement, stores: Mapping[str, str]) -> AuditPart:
     return AuditPart(
         mirror=str(judged.name),
         counts=dict(Counter(verdicts[oid].state for oid in verdicts if oid in recorded)),
+        pinned=dict(Counter(verdicts[oid].state for oid in verdicts if oid not in recorded)),
         reach=dict(Counter(reach[oid] for oid in reach if oid in recorded)),
         findings=findings,
         affected=sorted({*judged.unresolved, *unservable}),

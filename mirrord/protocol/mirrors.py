@@ -386,6 +386,7 @@ class AuditPart(Answer):
 
     mirror: str
     counts: dict[model.CommitState, int]
+    pinned: dict[model.CommitState, int] = {}
     reach: dict[model.Reach, int] = {}
     findings: list[Finding]
     affected: list[str] = []
@@ -394,7 +395,7 @@ class AuditPart(Answer):
 
 
 class Audit(Answer):
-    """An audit. `counts` and `reach` count recorded commits.
+    """An audit. `counts` and `reach` count recorded commits, `pinned` those that only pins name.
 
     `affected` are instances that cannot be served, without accepted findings. `healed` counts
     commits that a heal made servable again. `left` are mirrors that the audit could not judge, or
@@ -410,6 +411,7 @@ class Audit(Answer):
     started_at: datetime
     finished_at: datetime
     counts: dict[model.CommitState, int]
+    pinned: dict[model.CommitState, int] = {}
     reach: dict[model.Reach, int] = {}
     findings: list[Finding]
     open_count: int

@@ -615,7 +615,7 @@ def test_a_mirror_that_cannot_be_judged_keeps_no_other_waiting(
 def test_a_hole_behind_what_only_a_person_pinned_is_found(
     tmp_path: Path, upstream: Upstream
 ) -> None:
-    """It counts among what datasets recorded nowhere."""
+    """It is counted apart from what datasets record."""
 
     async def body(daemon: Daemon) -> None:
         await daemon.mirror_and_pin({})
@@ -629,6 +629,7 @@ def test_a_hole_behind_what_only_a_person_pinned_is_found(
             (tip, CommitState.INCOMPLETE)
         ]
         assert (audit.counts, audit.affected) == ({}, [])
+        assert audit.pinned == {CommitState.INCOMPLETE: 1}
 
     with_daemon(tmp_path, upstream, body)
 

@@ -906,6 +906,7 @@ def test_an_audit_with_unservable_instances_ends_with_eight(
         "started_at": "2026-01-01T00:00:00Z",
         "finished_at": "2026-01-01T00:00:01Z",
         "counts": {"ok": 2, "missing": 1},
+        "pinned": {"ok": 1},
         "findings": [finding],
         "affected": ["i"],
         "open_count": 1,
@@ -934,7 +935,7 @@ def test_an_audit_with_unservable_instances_ends_with_eight(
     ]
     assert shown.out.splitlines() == [
         f"a__b {'c' * 40} missing (i): gone\\nup\\x1b[2Jstream",
-        "3 recorded commits in 1 mirror at level closure: 2 ok, 1 missing; 1 instance cannot be served; 1 finding",
+        "3 recorded commits and 1 only pinned in 1 mirror at level closure: 3 ok, 1 missing; 1 instance cannot be served; 1 finding",
     ]
 
 

@@ -1,5 +1,6 @@
 """`audit`, `heal`, `du`, `gc`."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -61,15 +62,17 @@ def audit_lines(report: Audit) -> Iterator[str]:
         only = f", {', '.join(f.roles)} only" if f.roles and CommitRole.BASE not in f.roles else ""
         kind = f"{f.kind}{only}{', accepted' if f.accepted else ''}{instances}"
         yield cell(f"{f.mirror}{commit} {kind}: {f.detail or 'no detail'}")
-    states = ", ".join(f"{number:,} {state}" for state, number in report.counts.items() if number)
-    total = sum(report.counts.values())
+    judged = Counter(report.counts) + Counter(report.pinned)
+    states = ", ".join(f"{number:,} {state}" for state, number in judged.items())
+    total, pinned = sum(report.counts.values()), sum(report.pinned.values())
     unserved = f"; {count(len(report.affected), 'instance')} cannot be served"
     affected = unserved if report.affected else ""
     accepted = len(report.findings) - report.open_count
     is_open = f"; {count(report.open_count, 'finding')}" if report.open_count else ""
     is_open += f"; {count(accepted, 'finding')} accepted" if accepted else ""
     healed = f"; {report.healed} of them healed" if report.healed else ""
-    scope = f"{count(total, 'recorded commit')} in {count(len(report.mirrors), 'mirror')}"
+    besides = f" and {pinned:,} only pinned" if pinned else ""
+    scope = f"{count(total, 'recorded commit')}{besides} in {count(len(report.mirrors), 'mirror')}"
     yield f"{scope} at level {report.level}: {states or 'nothing'}{healed}{affected}{is_open}"
 
 
