@@ -145,7 +145,7 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         tests = _tests_of(job, objects)
         by_path = {change.path: change for change in changes}
         context = Context(
-            base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes
+            base, objects.read_base_blob, by_path, tests or InstanceTests(), job.file_bytes
         )
         book = book_of(job.rules)
         left = [*job.left, *(find_leftovers(tree, changed, context, book) if tree else ())]

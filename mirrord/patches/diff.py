@@ -156,7 +156,7 @@ def _by_git(
         rules = job.scratch / "rules"
         rules.mkdir(parents=True, mode=0o700)
         scratch = ScratchObjects(job.scratch / "objects")
-        edits = _edits(scratch, changes)
+        edits = _edits(scratch.store_blob, changes)
         # A tree has no files below a submodule: neither side has one that got some.
         gone = filter(None, map(worktree.base.submodule_above, edits))
         before = scratch.write_tree(worktree.base, dict.fromkeys(gone))
@@ -213,16 +213,13 @@ def write_repository(
         with full_disk_named("the changes of a layer"):
             objects = ScratchObjects(repository / "objects")
             make_repository(repository, borrows_from=[job.mirror])
-            return objects.write_tree(worktree.base, _edits(objects, changes))
+            return objects.write_tree(worktree.base, _edits(objects.write_blob, changes))
 
 
 def _edits(
-    objects: ScratchObjects, changes: Iterable[Change]
+    write: Callable[[bytes], str], changes: Iterable[Change]
 ) -> dict[bytes, tuple[int, str] | None]:
-    return {
-        path: None if mode is None else (mode, objects.write_blob(data))
-        for path, mode, data, _ in changes
-    }
+    return {path: None if mode is None else (mode, write(data)) for path, mode, data, _ in changes}
 
 
 # -- collected from the changed paths alone --------------------------------------------------------

@@ -183,7 +183,7 @@ class Renderer:
             return f"Subproject commit {old.oid}\n".encode()
         if self.objects.blob_size(old.oid) > LARGE_BYTES:
             raise NeedsGitError("size")
-        return self.objects.read_blob(old.oid)
+        return self.objects.read_base_blob(old.oid)
 
 
 def _changes_kind(change: Change) -> bool:

@@ -151,7 +151,7 @@ class Worktree:
 
         def read_before() -> bytes:
             is_blob = before is not None and not (before.is_tree or before.is_submodule)
-            return self.objects.read_blob(before.oid) if before and is_blob else b""
+            return self.objects.read_base_blob(before.oid) if before and is_blob else b""
 
         try:
             return raw.conversion.clean(raw.data, read_before) if raw.conversion else raw.data

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from itertools import repeat, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pygit2
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 from pygit2.enums import DescribeStrategy, ObjectType, Option, RepositoryOpenFlag
 
 from ...errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError, GitFailedError
@@ -31,6 +32,7 @@ from ..special import must_be_plain
 # An open repository keeps packs mapped and trees cached: 50 of them used 1.5 GB.
 _OPEN_MAX = 2
 _NAMES_KEPT = 20_000  # of trees that were read, some 5 MB
+_BLOB_BYTES_KEPT = 4 * 1024**2
 _HEADERS: dict[int, bytes] = {
     ObjectType.COMMIT: b"commit %d\0",
     ObjectType.TREE: b"tree %d\0",
@@ -48,6 +50,8 @@ class Objects:
         self.git_dir = git_dir
         self.trees: LRUCache[Any, Any] = LRUCache(_NAMES_KEPT, getsizeof=len)
         """The names in trees, as `BaseTree` read them: each turn on a commit reads the same."""
+        # each turn reads the bases of its changes twice, and others on its commit read them, too
+        self._blobs: LRUCache[Any, bytes] = LRUCache(_BLOB_BYTES_KEPT, getsizeof=len)
         self._reads_many = False
         try:
             self.repository = pygit2.Repository(str(git_dir), _FLAGS)
@@ -114,6 +118,11 @@ class Objects:
 
     def read_blob(self, oid: str | bytes) -> bytes:
         return self.read(oid, ObjectType.BLOB)
+
+    @cachedmethod(attrgetter("_blobs"))
+    def read_base_blob(self, oid: str) -> bytes:
+        """Read a blob that changes are compared with; the last ones are kept."""
+        return self.read_blob(oid)
 
     def blob_size(self, oid: str | bytes) -> int:
         """Read the size from the object's header, without inflating the object."""
