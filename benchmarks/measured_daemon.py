@@ -79,7 +79,11 @@ class Daemon:
             str(self.area / "config.toml"),
         ]
         with (self.area / "daemon.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
+            # with it in the environment the daemon writes each line of its log at once
+            environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stderr=log
+            )
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
