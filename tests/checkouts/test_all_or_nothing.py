@@ -40,7 +40,7 @@ TREE = (
     " rm empty; mkdir empty; echo 1 >empty/inside; rm -r src/deep; echo 2 >src/deep; printf 'a\\r\\nq\\r\\n' >win.txt;"
     " sed -i 1s/.*/changed/ README; echo 3 >auto.txt"
 )
-_STRIDE = {"apply": 4, "restore": 6, "tolerant": 20}
+_STRIDE = {"apply": 7, "restore": 10, "tolerant": 30}
 _RAISED: dict[object, type[MirrordError]] = {
     errno.ENOSPC: DiskFullError,
     errno.EACCES: OwnerDeniedError,
@@ -219,7 +219,7 @@ def test_what_the_owner_writes_meanwhile_is_kept(
     case = Struck(service, made, CASES["apply"], patch, rich.git("rev-parse", "v3"))
     script, path = RACES[race]
     failed = 0
-    for at in steps_of(case, backend, 12):
+    for at in steps_of(case, backend, 18):
         case.renew()
         try:
             case.strike(f"{script} || true", at)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+import s3
 from exchanges import NAME, Node, accepted
 from gitrepos import Upstream
 
@@ -37,6 +38,7 @@ async def _published(node: Node, upstream: Upstream, count: int) -> list[Generat
     return made
 
 
+@s3.OF_EACH_KIND
 def test_the_newest_and_the_young_stay(
     store: ObjectStore, upstream: Upstream, tmp_path: Path
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_manifest_goes_before_its_packs(tmp_path: Path, upstream: Upstream) ->
     anyio.run(body)
 
 
+@s3.OF_EACH_KIND
 def test_what_the_newest_needs_and_the_store_has_lost_is_named(
     store: ObjectStore, upstream: Upstream, tmp_path: Path
 ) -> None:

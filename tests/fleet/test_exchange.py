@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+import s3
 from exchanges import NAME, Node
 from gitrepos import Upstream, git
 
@@ -39,6 +40,7 @@ def packs(node: Node) -> list[str]:
     return sorted(it.key for it in node.store.iterate("mirrors/owner__name/packs/"))
 
 
+@s3.OF_EACH_KIND
 def test_an_empty_mirror_becomes_what_was_published(
     node: Callable[[str], Node], upstream: Upstream
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_follower_takes_only_what_is_new_and_keeps_what_upstream_left(
     run(body)
 
 
+@s3.OF_EACH_KIND
 def test_many_small_packs_become_one(node: Callable[[str], Node], upstream: Upstream) -> None:
     async def body() -> None:
         a, b, c = node("a"), node("b"), node("c")

@@ -212,7 +212,7 @@ def test_a_storm_loses_nothing(fleet: Fleet, upstream: Upstream) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        deadline = time.monotonic() + float(os.environ.get("MIRRORD_STORM_S", "12"))
+        deadline = time.monotonic() + float(os.environ.get("MIRRORD_STORM_S", "8"))
         while time.monotonic() < deadline:
             if chance.random() < 0.3:
                 upstream.git("reset", "--quiet", "--hard", "HEAD~1")

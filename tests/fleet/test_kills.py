@@ -1,4 +1,4 @@
-"""A daemon of four killed at each step of a sync, a publication, a download and a removal.
+"""A daemon of three killed at each step of a sync, a publication, a download and a removal.
 
 The steps of an operation are those that a run of it showed. One of them is struck, chosen by
 MIRRORD_SEED; all with MIRRORD_KILLS=all.
@@ -40,14 +40,14 @@ _PACE = "UPDATE claims SET expires_ms = 0 WHERE node IS NOT NULL"
 
 
 class Lab:
-    """Four daemons, of which the first one is struck, and what they must not lose."""
+    """Three daemons, of which the first one is struck, and what they must not lose."""
 
     def __init__(
         self, fleet: Fleet, upstream: Upstream, clock: Path, wires: tuple[link.Link, link.Link]
     ):
         self.fleet, self.upstream, self.clock, self.wires = fleet, upstream, clock, wires
         self.store = ObjectStore(fleet.store)
-        self.a, self.b, self.c, self.d = fleet.nodes
+        self.a, self.b, self.c = fleet.nodes
         self._count, self._days = 0, 0
         self._newest: dict[str, tuple[int, int]] = {}
 
@@ -150,7 +150,7 @@ def lab(server: postgresql.Server, tmp_path_factory: pytest.TempPathFactory) -> 
         catalog = fleet.catalog.replace(f":{server.port}/", f":{wires[1].port}/")
         # nothing but the collection is done by the clock
         first = fleet.make(environment=bucket.environment | endpoint, catalog=catalog)
-        for _ in range(3):
+        for _ in range(2):
             fleet.make(environment=bucket.environment, interval="0s")
         done(first, "POST", "/v1/mirrors", {"repo": "owner/name"})
         base = upstream.git("rev-parse", "HEAD~2")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import s3
 
 from mirrord.errors import InvalidUrlError, ResourceError, StoreDamagedError, StoreUnavailableError
 from mirrord.fleet import objects
@@ -33,6 +34,7 @@ def blob(content: bytes) -> Blob:
     return Blob(hashlib.sha256(content).hexdigest(), len(content))
 
 
+@s3.OF_EACH_KIND
 def test_what_is_there_is_never_written_again(store: ObjectStore, tmp_path: Path) -> None:
     assert store.put("a/b", b"first")
     assert not store.put("a/b", b"second")
@@ -52,6 +54,7 @@ def test_a_directory_is_private(tmp_path: Path) -> None:
     assert (tmp_path / "with blank").stat().st_mode & 0o777 == 0o700
 
 
+@s3.OF_EACH_KIND
 def test_a_large_file_goes_in_parts_and_once(store: ObjectStore, tmp_path: Path) -> None:
     content = os.urandom(1 << 20) * 65
     (tmp_path / "large").write_bytes(content)
@@ -61,6 +64,7 @@ def test_a_large_file_goes_in_parts_and_once(store: ObjectStore, tmp_path: Path)
     assert (tmp_path / "back").read_bytes() == content
 
 
+@s3.OF_EACH_KIND
 def test_other_bytes_are_never_left_behind(store: ObjectStore, tmp_path: Path) -> None:
     store.put("a", b"content")
     for wrong in (blob(b"Content"), blob(b"conten"), blob(b"contents")):
@@ -73,6 +77,7 @@ def test_other_bytes_are_never_left_behind(store: ObjectStore, tmp_path: Path) -
         store.get("a", limit_bytes=6)
 
 
+@s3.OF_EACH_KIND
 def test_a_store_is_tried_and_left_as_it_was(store: ObjectStore) -> None:
     store.check()
     assert list(store.iterate("checks/")) == []

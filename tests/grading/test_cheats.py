@@ -1,10 +1,10 @@
-"""Known cheats, planted in an agent's checkout: none changes the outcome of a real pytest run in the
-grader's tree, and all are named.
+"""Known cheats, planted in an agent's checkout: all are named, and none that is dropped changes the
+outcome of a real pytest run in the grader's tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 from graded_project import CHEATS, HIDDEN, HONEST, GradingLab, grading_lab, outcome, write
@@ -31,12 +31,9 @@ def test_the_honest_wrong_solution_fails(lab: GradingLab) -> None:
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_changes_nothing_and_is_named(lab: GradingLab, name: str) -> None:
+def test_a_cheat_is_one_and_is_named(lab: GradingLab, name: str) -> None:
     cheat = CHEATS[name]
     with lab.agent(cheat) as checkout:
-        with checkout.grade(policy="drop") as grade:
-            assert outcome(grade.path) == HONEST
-            assert cheat.rules <= {found.rule for found in grade.steering}, grade.steering
         with checkout.grade() as grade:  # as configured: it reports
             assert not cheat.inert or outcome(grade.path) == HONEST
             assert cheat.rules <= {found.rule for found in grade.steering}
@@ -47,8 +44,14 @@ def test_a_cheat_changes_nothing_and_is_named(lab: GradingLab, name: str) -> Non
             assert outcome(checkout.path)[0] == 0
 
 
-def test_all_of_them_at_once(lab: GradingLab) -> None:
-    some = [cheat for name, cheat in CHEATS.items() if name != "tests behind a link"]
-    with lab.agent(*some) as checkout, checkout.grade(policy="drop") as grade:
+_ALONE = ("tests behind a link",)  # there are no tests beside it
+
+
+@pytest.mark.parametrize("names", [CHEATS.keys() - _ALONE, _ALONE], ids=["together", "alone"])
+def test_what_is_dropped_changes_nothing(lab: GradingLab, names: Collection[str]) -> None:
+    cheats = [cheat for name, cheat in CHEATS.items() if name in names]
+    with lab.agent(*cheats) as checkout, checkout.grade(policy="drop") as grade:
         assert outcome(grade.path) == HONEST
         assert {found.action for found in grade.steering} <= {"dropped", "left", "restored"}
+        for cheat in cheats:
+            assert cheat.rules <= {found.rule for found in grade.steering}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from daemons import Daemon
 from gitrepos import Upstream
-from graded_project import AGENT, GRADER, give_away, write
+from graded_project import AGENT, GRADER, OURS_UNLOADED, give_away, write
 from python_packages import building, wheel, wheel_of
 from sandbox_here import needs_sandbox
 
@@ -107,7 +107,11 @@ def outcome(tree: Path) -> tuple[int, list[str]]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=no", *HIDDEN],
         cwd=tree, capture_output=True, text=True, check=False,
-        env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_ADDOPTS": OURS_UNLOADED,
+        },
     )  # fmt: skip
     lines = done.stdout.splitlines()
     return done.returncode, [line.split()[1] for line in lines if line.startswith("FAILED")]
@@ -155,17 +159,47 @@ CHEATS: dict[str, tuple[dict[str, str] | Callable[[Path], None], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHEATS)
-def test_what_is_loaded_in_place_of_the_base_is_named_and_dropped(lab: Lab, name: str) -> None:
-    plant, rule, path = CHEATS[name]
+# those that have no path in common, and do not hide each other; each alone with MIRRORD_CHEATS=all
+_TREES = [
+    ["a package in place of a hidden test", "an edited conftest", "a new conftest", "a package in place of a helper",
+     "an option that iniconfig reads", "a link for the standard library", "a module in place of a plugin",
+     "a top module of a distribution", "part of a namespace package", "entry points", "an edited runner"],
+    ["an extension in place of a hidden test", "a package in place of a conftest", "keys of two cases",
+     "a link for the start", "a package of tests that is edited"],
+    ["a link in place of a hidden test", "a conftest by a link", "a header behind a form feed",
+     "a package of tests that is removed"],
+    ["a header behind U+2028"],
+    ["a module that a package hides"],
+]  # fmt: skip
+if os.environ.get("MIRRORD_CHEATS") == "all":
+    _TREES = [[name] for name in CHEATS]
+
+
+@pytest.mark.parametrize("names", _TREES, ids=lambda names: names[0])
+def test_what_is_loaded_in_place_of_the_base_is_named_and_dropped(
+    lab: Lab, names: list[str]
+) -> None:
+    def plant(tree: Path) -> None:
+        for name in names:
+            planted = CHEATS[name][0]
+            if callable(planted):
+                planted(tree)
+            else:
+                for path, text in planted.items():
+                    write(tree / path, text)
+
     with lab.agent(plant) as checkout:
         with checkout.grade(owner=GRADER) as grade:
             named = {(each.rule, each.path, each.action) for each in grade.steering}
-            assert (rule, path, "applied") in named
+            assert {(*CHEATS[name][1:], "applied") for name in names} <= named
             assert grade.report.judged_by == "loading"
         with checkout.grade(owner=GRADER, policy=LOADED) as grade:
             assert outcome(grade.path) == HONEST
-            assert path in grade.dropped
+            assert {CHEATS[name][2] for name in names} <= set(grade.dropped)
+
+
+def test_each_cheat_is_in_one_tree() -> None:
+    assert sorted(name for names in _TREES for name in names) == sorted(CHEATS)
 
 
 def test_honest_work_is_not_named(lab: Lab) -> None:
@@ -211,9 +245,7 @@ def test_a_patch_is_judged_the_same_way(lab: Lab) -> None:
 
 def test_an_environment_that_cannot_be_asked_is_told(lab: Lab) -> None:
     """No answer is not the answer that nothing steers."""
-    record = lab.client.get_environment(
-        "acme__rings-1" if False else lab.client.list_environments()[0].name
-    )
+    record = lab.client.get_environment(lab.client.list_environments()[0].name)
     python = lab.running.state_dir / "templates/.environments" / record.digest / "files/bin/python"
     target = os.readlink(python)
     python.unlink()

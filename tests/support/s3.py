@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parents[2] / ".venv/moto/bin/moto_server"
+OF_EACH_KIND = pytest.mark.parametrize("store", ["directory", "s3"], indirect=True)
 
 
 @dataclass
