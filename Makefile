@@ -26,7 +26,7 @@ LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3.9" p
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py workers/test_pool.py checkouts/test_pool.py)
 
-.PHONY: first-use help setup harnesses run demo check test compiled try-wheels try-harnesses coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint site bench screenshots debian clean
+.PHONY: first-use help setup harnesses run demo check quick-tests test compiled try-wheels try-harnesses coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint site bench screenshots debian clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
@@ -85,8 +85,11 @@ run: setup ## run the daemon in the foreground
 demo: setup ## run the main job once on real repositories, in a scratch directory
 	@$(BIN)/python benchmarks/demo.py $(if $(UPSTREAM),--upstream '$(UPSTREAM)')
 
-check: setup lint site ## style, types, layers and the quick tests: no root, no Debian packages, two minutes
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not root and not slow and not release" $(PYTEST_ARGS)
+check: setup ## style, types, layers and the quick tests: no root, no Debian packages, 90 s
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=line quick-tests lint site
+
+quick-tests: compiled
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not root and not slow and not release" $(PYTEST_ARGS)
 
 test: debian setup ## all tests and checks except those of a release; one test: PYTEST_ARGS='-k NAME'
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint site compiled try-wheels try-harnesses

@@ -36,7 +36,7 @@ from mirrord.runs.prediction_file import read_predictions
 
 # Seeds are fixed: a run in CI tries what the last one tried.
 fuzzed = settings(
-    max_examples=500, derandomize=True, deadline=None, database=None,
+    max_examples=200, derandomize=True, deadline=None, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 
