@@ -2,7 +2,7 @@
 
 `python benchmarks/fleet_simulation.py --nodes 16 100 1000 --seed 1` prints a table in Markdown. At second 0 nothing is anywhere,
 and every node begins its first checkouts, several at once; a day of syncs follows. `--measure REPOSITORY...` measures with
-mirrord's modules, its daemon and git, and prints `MEASURED`. docs/fleet-figures.md says what all of it rests on.
+mirrord's modules, its daemon and git, and prints `MEASURED`. docs/fleet-setup.md says what all of it rests on.
 """
 
 from __future__ import annotations
