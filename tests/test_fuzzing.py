@@ -34,6 +34,8 @@ from mirrord.patches.parse import NeedsGitError, named_paths, parse
 from mirrord.patches.repairs import recount, to_lf, unwrap
 from mirrord.runs.prediction_file import read_predictions
 
+pytestmark = pytest.mark.slow
+
 # Seeds are fixed: a run in CI tries what the last one tried.
 fuzzed = settings(
     max_examples=200, derandomize=True, deadline=None, database=None,

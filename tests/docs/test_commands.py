@@ -18,6 +18,7 @@ from sessions import PROJECT, Shell, blocks, localized, session
 
 import mirrord
 
+pytestmark = pytest.mark.slow
 OF_ROOT = pytest.mark.root  # checkouts for other users
 NOT_RUN = {
     "make setup": "the tests run in the environment that it makes",

@@ -27,7 +27,7 @@ from mirrord.environments.builder import build_owner
 from mirrord.errors import NotFoundError
 from mirrord.protocol import BuildReport, Operation
 
-pytestmark = needs_sandbox
+pytestmark = [pytest.mark.slow, needs_sandbox]
 
 
 @pytest.fixture(scope="module")

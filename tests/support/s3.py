@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parents[2] / ".venv/moto/bin/moto_server"
-OF_EACH_KIND = pytest.mark.parametrize("store", ["directory", "s3"], indirect=True)
+OF_EACH_KIND = pytest.mark.parametrize(
+    "store", ["directory", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @dataclass
