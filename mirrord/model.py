@@ -27,6 +27,10 @@ TREE_DEPTH_LIMIT = 400  # a walk holds a stack frame or an open file for each di
 # PATH_MAX is 4,096, and where a path is used whole it includes that of the tree itself
 TREE_PATH_LIMIT_BYTES = 4000
 ENVIRONMENT_PATH_LIMIT_BYTES = 3072
+# ten times as many as conda's largest; each costs an inode of the host
+ENVIRONMENT_FILES_LIMIT = 1_000_000
+# as much as an image by default; environments with CUDA have 5 to 10 GiB
+ENVIRONMENT_BYTES_LIMIT = 20 * 1024**3
 
 UNREAD_LIST = "not readable as a list of names, left empty"
 """The end of an instance's rule about a list of tests that could not be read: it is not empty."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..git.batch import BatchObject
 from ..host.processes import lower_priority
-from ..mirrors.pins import is_pin
+from ..mirrors.pinrefs import is_pin
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind, Reach
 from ..quoting import encode_name

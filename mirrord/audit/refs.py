@@ -16,10 +16,9 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import BatchObject
 from ..host.files import read_plain
 from ..mirrors.history import NOTHING_RECORDED, RecordedRefs, blobs_of, parse_lines, parse_record
-from ..mirrors.pins import is_pin
+from ..mirrors.pinrefs import is_pin
 from ..mirrors.refs import JOURNAL, followed_refs
-from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
-from ..mirrors.upstreams.fetching import INCOMING
+from ..mirrors.repository import HISTORY, INCOMING, KEPT, OURS, PINS, changed_settings
 from ..model import FindingKind
 from ..quoting import decode_name, encode_name, quote_name
 from .defects import BadFile, Defect, FileKind

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import InvalidBundleError, MirrordError
 from ..mirrors import history, lfs
-from ..mirrors.pins import pin_ref, read_pins
+from ..mirrors.pinrefs import pin_ref, read_pins
 from ..mirrors.refs import Moves, directories_of, drop_shadowed, followed_refs, is_followed
 from ..mirrors.repository import HISTORY, KEPT, OURS, Refs, Repository
 from ..model import CommitId, MirrorName

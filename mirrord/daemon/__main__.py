@@ -29,8 +29,10 @@ os.umask(0o022)  # as git expects for a checkout's files; private files set thei
 FORK_SERVER.preload = (
     "mirrord.templates.layers",
     "mirrord.changes.survey",
+    "mirrord.mirrors.survey",
     "mirrord.patches.diff",
     "mirrord.grading.prepare",
+    "mirrord.audit.examine",
 )
 FORK_SERVER.start()
 

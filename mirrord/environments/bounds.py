@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ..model import TREE_DEPTH_LIMIT
+from ..model import ENVIRONMENT_BYTES_LIMIT, ENVIRONMENT_FILES_LIMIT, TREE_DEPTH_LIMIT
 from ..sandbox.box import Started
-from ..templates.adoption import BYTES_LIMIT, FILES_LIMIT
 
 # between two looks at the processes; what starts and ends in between costs nothing to miss
 _LOOK_S = 2.0
@@ -89,8 +88,8 @@ def find_excess(paths: Iterable[str]) -> str | None:
                 depth = TREE_DEPTH_LIMIT + 1
         if depth > TREE_DEPTH_LIMIT:
             return f"it has more than {TREE_DEPTH_LIMIT} nested directories"
-        if files > FILES_LIMIT:
-            return f"it has more than {FILES_LIMIT} files"
-        if size > BYTES_LIMIT:
-            return f"it has more than {BYTES_LIMIT >> 20} MiB"
+        if files > ENVIRONMENT_FILES_LIMIT:
+            return f"it has more than {ENVIRONMENT_FILES_LIMIT} files"
+        if size > ENVIRONMENT_BYTES_LIMIT:
+            return f"it has more than {ENVIRONMENT_BYTES_LIMIT >> 20} MiB"
     return None

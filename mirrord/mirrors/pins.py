@@ -5,7 +5,6 @@ mirror. An error leaves refs and rows as they were; where the disk does not allo
 does it later. A crash leaves at worst a ref without a row, which the next start adopts.
 """
 
-import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,13 +14,14 @@ import anyio
 from anyio import to_thread
 
 from ..catalog import Catalog, PinRow
-from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
+from ..errors import GitFailedError, MirrordError, ResourceError
 from ..git.batch import object_info
-from ..model import CommitId, shown, utc_now
+from ..model import CommitId, utc_now
 from ..telemetry import log
+from .pinrefs import pin_ref, read_pins
 from .proofs import find_proven, prove
 from .refs import Moves, commit, recover
-from .repository import PINS, Refs, Repository
+from .repository import Repository
 from .upstreams.upstream import find_bad
 
 ADOPTED = "found in the mirror"
@@ -31,35 +31,6 @@ ADOPTED = "found in the mirror"
 def is_sole_record(row: PinRow) -> bool:
     """True if no dataset need record the commit: the pin is a person's, or was adopted."""
     return row.owner.startswith("person/") or row.reason == ADOPTED
-
-
-_OWNER = re.compile(r"dataset/[A-Za-z0-9][A-Za-z0-9._-]{0,99}|person/\d{1,10}")
-_PIN = re.compile(rf"({_OWNER.pattern})/[0-9a-f]{{40}}")
-
-
-def check_owner(owner: str) -> None:
-    """Raise InvalidRequestError unless an owner is `dataset/NAME` or `person/UID`."""
-    if not _OWNER.fullmatch(owner) or ".." in owner or owner.endswith((".lock", ".")):
-        fact = "an owner is dataset/NAME or person/UID"
-        raise InvalidRequestError(f"cannot pin for {shown(owner)}: {fact}")
-
-
-def pin_ref(owner: str, commit_id: str) -> str:
-    return f"{PINS}{owner}/{commit_id}"
-
-
-def is_pin(ref: str) -> bool:
-    return ref.startswith(PINS) and bool(_PIN.fullmatch(ref.removeprefix(PINS)))
-
-
-def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
-    """List the pins among refs, as (owner, commit)."""
-    return [
-        (ref.removeprefix(PINS).rpartition("/")[0], CommitId(oid))
-        for ref, oid in refs.items()
-        # one that was moved by hand no longer has the commit that it names
-        if is_pin(ref) and ref.endswith(oid)
-    ]
 
 
 async def verify_commits(

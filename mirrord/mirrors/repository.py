@@ -26,6 +26,7 @@ OURS = "refs/mirrord/"
 HISTORY = "refs/mirrord/history"
 KEPT = "refs/mirrord/kept/"
 PINS = "refs/mirrord/pins/"
+INCOMING = "refs/mirrord/incoming/"
 
 Refs = dict[str, str]
 """Full ref name to object id."""

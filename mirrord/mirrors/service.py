@@ -26,7 +26,7 @@ from .history import columns_of, diff_records, get_record, list_records, read_re
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .moving import find_lacking, record_move
-from .pins import check_owner, pin_ref
+from .pinrefs import check_owner, pin_ref
 from .proofs import are_proven, find_proven, prove
 from .refs import is_followed, names_of_revision
 from .repository import HISTORY, Repository

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from ..model import CommitId
 from . import maintenance
-from .pins import read_pins
+from .pinrefs import read_pins
 from .refs import JOURNAL
-from .repository import read_refs_of
-from .upstreams.fetching import INCOMING
+from .repository import INCOMING, read_refs_of
 
 SURVEY_BATCH = 100  # mirrors in one call of a worker
 

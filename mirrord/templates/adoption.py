@@ -21,17 +21,18 @@ from ..host.files import (
     write_all,
 )
 from ..host.trash import remove_tree
-from ..model import ENVIRONMENT_PATH_LIMIT_BYTES, TREE_DEPTH_LIMIT
+from ..model import (
+    ENVIRONMENT_BYTES_LIMIT,
+    ENVIRONMENT_FILES_LIMIT,
+    ENVIRONMENT_PATH_LIMIT_BYTES,
+    TREE_DEPTH_LIMIT,
+)
 from ..places import ENVIRONMENT, TESTBED
 from ..trees.relocation import Relocation
 
 _MTIME_NS = 315_532_800 * 10**9  # 1980-01-01, the earliest time in a ZIP archive
 # hashed and copied at a time
 _PIECE = 1 << 20
-FILES_LIMIT = 1_000_000
-"""Of an environment: ten times as many as conda's largest; each costs an inode of the host."""
-BYTES_LIMIT = 20 * 1024**3
-"""As much as an image by default; environments with CUDA have 5 to 10 GiB."""
 _LINKS_OUT = ("/usr/", f"{ENVIRONMENT}/")  # these paths are the same in every sandbox
 
 
@@ -108,7 +109,7 @@ class _TreeCopy:
         os.mkdir(target, 0o755)
         entries = sorted(entries_in(source))
         self._entries += len(entries)
-        _must_not_exceed(self._entries, FILES_LIMIT, "files")
+        _must_not_exceed(self._entries, ENVIRONMENT_FILES_LIMIT, "files")
         for name, kind in entries:
             path, to = above + name, target / os.fsdecode(name)
             if kind == stat.S_IFDIR:
@@ -129,7 +130,9 @@ class _TreeCopy:
         if st.st_mode & (stat.S_ISUID | stat.S_ISGID):
             self.dropped["set-id bits"] += 1
         size_mib = (self.size_bytes + st.st_size) >> 20
-        _must_not_exceed(size_mib, BYTES_LIMIT >> 20, "MiB, of which a hole of a file counts")
+        _must_not_exceed(
+            size_mib, ENVIRONMENT_BYTES_LIMIT >> 20, "MiB, of which a hole of a file counts"
+        )
         mode = 0o755 if st.st_mode & stat.S_IXUSR else 0o644
         digest = _hash(source)
         self.lines.append((path, b"%06o %s %s" % (stat.S_IFREG | mode, digest.encode(), path)))

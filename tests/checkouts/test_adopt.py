@@ -126,7 +126,7 @@ EXCESSES = {
 @pytest.mark.parametrize("exceed", EXCESSES)
 def test_a_result_is_bounded(exceed: object, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of what was copied is left, but for shared files, which a sweep removes."""
-    monkeypatch.setattr(adoption, "FILES_LIMIT", 500)
+    monkeypatch.setattr(adoption, "ENVIRONMENT_FILES_LIMIT", 500)
     assert callable(exceed)
     exceed(built)
     with pytest.raises(
@@ -140,10 +140,10 @@ def test_what_a_build_has_on_disk_is_measured(built: Path, monkeypatch: pytest.M
     """A hole is no disk."""
     sparse(built)
     assert find_excess([str(built)]) is None
-    monkeypatch.setattr("mirrord.environments.bounds.FILES_LIMIT", 8)
+    monkeypatch.setattr("mirrord.environments.bounds.ENVIRONMENT_FILES_LIMIT", 8)
     assert find_excess([str(built)]) == "it has more than 8 files"
     monkeypatch.undo()
-    monkeypatch.setattr("mirrord.environments.bounds.BYTES_LIMIT", 1 << 20)
+    monkeypatch.setattr("mirrord.environments.bounds.ENVIRONMENT_BYTES_LIMIT", 1 << 20)
     (built / "large").write_bytes(bytes(2 << 20))
     assert find_excess([str(built)]) == "it has more than 1 MiB"
     monkeypatch.undo()

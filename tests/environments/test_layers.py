@@ -51,7 +51,7 @@ def judge(place: Path, archive: bytes, diff_id: str | None = None) -> layers.Lis
 def test_a_hostile_archive_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: list[images.Member], fact: str
 ) -> None:
-    monkeypatch.setattr(layers, "FILES_LIMIT", 5)
+    monkeypatch.setattr(layers, "ENVIRONMENT_FILES_LIMIT", 5)
     with pytest.raises(InvalidImageError, match=fact):
         judge(tmp_path, images.layer(members))
 
@@ -59,7 +59,7 @@ def test_a_hostile_archive_is_refused(
 def test_what_follows_the_archive_counts_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "FILES_LIMIT", 5)
+    monkeypatch.setattr(layers, "ENVIRONMENT_FILES_LIMIT", 5)
     with pytest.raises(InvalidImageError, match="more bytes unpacked"):
         judge(tmp_path, images.layer([("x", b"1", {})]) + bytes(LIMIT + (1 << 14)))
 

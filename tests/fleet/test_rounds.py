@@ -18,7 +18,7 @@ from mirrord.fleet.generations import read_manifest
 from mirrord.fleet.objects import ObjectStore
 from mirrord.fleet.rounds import Rounds
 from mirrord.fleet.service import Fleet
-from mirrord.mirrors.pins import pin_ref
+from mirrord.mirrors.pinrefs import pin_ref
 from mirrord.mirrors.repository import Repository
 from mirrord.model import CommitId, utc_now
 

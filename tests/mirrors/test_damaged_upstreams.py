@@ -21,10 +21,10 @@ from mirrord.config import Settings
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
 from mirrord.mirrors.quarantine import Quarantine
-from mirrord.mirrors.repository import KEPT, Repository
+from mirrord.mirrors.repository import INCOMING, KEPT, Repository
 from mirrord.mirrors.sync import sync
 from mirrord.mirrors.upstreams.credentials import Credentials
-from mirrord.mirrors.upstreams.fetching import INCOMING, Fetcher
+from mirrord.mirrors.upstreams.fetching import Fetcher
 from mirrord.mirrors.upstreams.upstream import parse_upstream
 from mirrord.model import MirrorName
 from mirrord.protocol import Synced

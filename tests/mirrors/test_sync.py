@@ -25,10 +25,10 @@ from mirrord.host.trash import Trash
 from mirrord.mirrors.history import diff_records, list_records, read_record
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.refs import JOURNAL, Moves, commit, journal_text, recover
-from mirrord.mirrors.repository import HISTORY, KEPT, Repository
+from mirrord.mirrors.repository import HISTORY, INCOMING, KEPT, Repository
 from mirrord.mirrors.sync import sync
 from mirrord.mirrors.upstreams.credentials import Credentials
-from mirrord.mirrors.upstreams.fetching import INCOMING, Fetcher
+from mirrord.mirrors.upstreams.fetching import Fetcher
 from mirrord.mirrors.upstreams.upstream import parse_upstream
 from mirrord.model import MirrorName
 from mirrord.protocol import Synced

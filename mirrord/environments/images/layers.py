@@ -19,8 +19,7 @@ from typing import IO, Any, NamedTuple, Self, cast
 
 from ...errors import InvalidImageError, full_disk_named
 from ...host.files import entries_in, make_whiteout, open_child, open_directory, open_plain, opened
-from ...model import ENVIRONMENT_PATH_LIMIT_BYTES, TREE_DEPTH_LIMIT, shown
-from ...templates.adoption import FILES_LIMIT
+from ...model import ENVIRONMENT_FILES_LIMIT, ENVIRONMENT_PATH_LIMIT_BYTES, TREE_DEPTH_LIMIT, shown
 
 # as Go's reader of archives; Python's would read a header of any size into memory
 _HEADER_LIMIT_BYTES = 1 << 20
@@ -86,7 +85,7 @@ def list_layer(blob: Path, diff_id: str, limit_bytes: int) -> Listing:
         is_gzip = file.peek(2)[:2] == b"\x1f\x8b"
         stream: Any = gzip.GzipFile(fileobj=file) if is_gzip else file
         # tar has a header of 512 bytes for each file, and pads its content to 512
-        hashed = _Hashed(stream, limit_bytes + FILES_LIMIT * 1024)
+        hashed = _Hashed(stream, limit_bytes + ENVIRONMENT_FILES_LIMIT * 1024)
         try:
             readable = cast("IO[bytes]", hashed)  # only `read` is called
             # `r|` seeks nowhere, so each byte passes the digest once
@@ -112,8 +111,8 @@ def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
         path = _checked(member.name)
         files += 1
         size_bytes += member.size  # of a sparse file what it would unpack to
-        if files > FILES_LIMIT:
-            raise _refused(f"more than {FILES_LIMIT} files")
+        if files > ENVIRONMENT_FILES_LIMIT:
+            raise _refused(f"more than {ENVIRONMENT_FILES_LIMIT} files")
         # programs differ in what they make of these
         if link := next((directory for directory in _above(path) if directory in links), None):
             raise _refused(f"the path {shown(path)}, below the link {shown(link)}")

@@ -28,11 +28,9 @@ from ...telemetry import masked
 from ...units import Backoff
 from .. import refs
 from ..quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_room
-from ..repository import Repository
+from ..repository import INCOMING, Repository
 from .credentials import Credentials
 from .upstream import Upstream, blames_objects, find_bad
-
-INCOMING = "refs/mirrord/incoming/"
 
 
 class _Line:
