@@ -66,8 +66,9 @@ class Daemon:
 
     @property
     def _can_be_forked(self) -> bool:
-        """Where it is this Python's, this user's, and started by no other command."""
-        is_plain = self.user is None and type(self).command is Daemon.command
+        """Where it is this Python's, and started by no other command."""
+        is_ours = self.user is None or anyone.python()[-1] == sys.executable
+        is_plain = is_ours and type(self).command is Daemon.command
         return is_plain and _forker().can_fork(self._environment)
 
     @property
@@ -88,7 +89,9 @@ class Daemon:
         with self.log_path.open("ab") as log:
             if self._can_be_forked and not prefix:
                 arguments = ["--config", str(self.config)]
-                self.process = _forker().start(arguments, self._environment, log.fileno())
+                self.process = _forker().start(
+                    arguments, self._environment, log.fileno(), self.user
+                )
             else:
                 self.process = subprocess.Popen(
                     [*prefix, *self.command],

@@ -1,7 +1,7 @@
 """Daemons forked from a process that has loaded their modules, which is most of a start's processor time.
 
-Each is a process of its own as after an exec: environment, directory, descriptors, a fresh run of
-`mirrord.daemon.__main__`. Only what Python and the linker read before they start needs the real
+Each is a process of its own as after an exec: user, environment, directory, descriptors, a fresh
+run of `mirrord.daemon.__main__`. Only what Python and the linker read before they start needs the real
 thing (`can_fork`); so do tests of the command itself. A daemon's first fork server is forked from
 it in the same way, before it has threads; one that takes the place of a dead one is started.
 """
@@ -9,6 +9,7 @@ it in the same way, before it has threads; one that takes the place of a dead on
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -95,9 +96,11 @@ class Forker:
     def can_fork(self, environment: Mapping[str, str]) -> bool:
         return _before_a_start(environment) == self._before and "COVERAGE_AREA" not in environment
 
-    def start(self, arguments: list[str], environment: Mapping[str, str], log: int) -> Forked:
+    def start(
+        self, arguments: list[str], environment: Mapping[str, str], log: int, user: int | None
+    ) -> Forked:
         """`arguments` are those of `python -m mirrord.daemon`; `log` is its stdout and stderr."""
-        request = json.dumps([arguments, dict(environment), os.getcwd()]).encode()
+        request = json.dumps([arguments, dict(environment), os.getcwd(), user]).encode()
         status, theirs = os.pipe()
         try:
             with self._lock:
@@ -167,7 +170,9 @@ def _tell_status(pidfd: int, pid: int, status: int) -> None:
     os.close(status)
 
 
-def _become_daemon(log: int, arguments: list[str], environment: dict[str, Any], cwd: str) -> None:
+def _become_daemon(
+    log: int, arguments: list[str], environment: dict[str, Any], cwd: str, user: int | None
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
@@ -175,6 +180,15 @@ def _become_daemon(log: int, arguments: list[str], environment: dict[str, Any], 
     os.dup2(log, 2)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.path[0] = cwd
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        _be_dumpable()
+    pygit2 = import_module("pygit2")
+    for level in ("SYSTEM", "XDG", "GLOBAL"):
+        # of this environment's HOME, not of the one in which libgit2 was loaded
+        pygit2.settings.search_path[pygit2.enums.ConfigLevel[level]] = None
     _fork_the_first_server()
     try:
         _run(_MODULE, arguments)
@@ -230,6 +244,9 @@ class _Child(subprocess.Popen[bytes]):
 
     def _become(self) -> None:
         os.setsid()
+        if os.geteuid() != 0:
+            _be_dumpable()
+            _keep_ambient_capabilities()
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, sys.path))
         os.chdir("/")
         number = self._connection.detach()
@@ -238,6 +255,25 @@ class _Child(subprocess.Popen[bytes]):
         assert isinstance(self.args, list)
         _write_command_line([*map(str, self.args[:4]), str(number)])
         _run(self._module, [str(number), *map(str, self.args[4:])])
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _be_dumpable() -> None:
+    """As exec makes a process; a change of user or of the namespace takes its own /proc away."""
+    _libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE
+
+
+def _keep_ambient_capabilities() -> None:
+    """As exec does for all but root (capabilities(7))."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sets = {line[:6]: int(line.split()[1], 16) for line in lines if line.startswith("Cap")}
+    ambient, inheritable = sets["CapAmb"], sets["CapInh"]
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
+    low = (ambient, ambient, inheritable)
+    words = [number >> shift & 0xFFFFFFFF for shift in (0, 32) for number in low]
+    assert _libc.capset(header, (ctypes.c_uint32 * 6)(*words)) == 0, os.strerror(ctypes.get_errno())
 
 
 def _write_command_line(words: list[str]) -> None:
