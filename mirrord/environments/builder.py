@@ -17,9 +17,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,9 @@ from ..host.children import NOTHING, Child, start
 from ..host.processes import Owner, is_mapped, may_give_files_away
 from ..jsontext import loads
 from ..model import Isolation
-from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
-from ..sandbox.box import Box
 from ..sandbox.direct import best, isolate
 from .bounds import BuildBounds
+from .steps import Order, box_of, steps_of
 
 USER = "mirrord-build"
 UID = 60815
@@ -42,14 +42,6 @@ says its UIDS-GIDS), but an ordinary one, to which the mount service gives check
 # of a whole build; then it is ended, and fails with that reason
 TIMEOUT = timedelta(hours=1)
 
-_UV = "/opt/uv/bin/uv"
-_INDEX = "/opt/index"  # where a directory of packages is shown, which may be below the host's /tmp
-_PYTHON = f"{ENVIRONMENT}/bin/python"
-_PROGRAM, _INPUT = "/run/program.py", "/run/input"
-_CACHE = f"{SANDBOX_HOME}/.cache"
-_SEEDS = ("pip<25.3", "setuptools<81", "wheel")
-"""As old as conda's: later ones lack `setup.py develop` and `pkg_resources`."""
-_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # instead of those that uv and pip bring
 # 8,192 characters can be 98,304 bytes of JSON; asyncio's own limit of a line is 65,536
 _LINE, _LINE_LIMIT = 8192, 1 << 20  # of output, and of an answer
 
@@ -57,165 +49,6 @@ Say = Callable[[str], None]
 
 
 # -- the process -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """One build, with paths of the host. `scratch` has `home` and `tmp`.
-
-    With `commands`, they run in `tree` with the finished `environment`. With `program`, which is
-    Python, it runs there with a file of `input`. Without both, the
-    environment is made, of the host's `interpreter` or of uv's managed Python of that version.
-    """
-
-    tree: str
-    environment: str
-    scratch: str
-    uv: str
-    cache: str
-    python: str
-    interpreter: str | None
-    index: str
-    network: bool
-    index_date: str | None = None
-    requirements: list[str] = field(default_factory=list)
-    packages: list[str] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
-    variables: dict[str, str] = field(default_factory=dict)
-    program: str = ""
-    input: str = ""
-
-
-@dataclass(frozen=True)
-class _BuildStep:
-    """A command of a build; a failure ends the build if it `must_succeed`."""
-
-    title: str
-    command: Sequence[str]
-    must_succeed: bool = True
-
-
-def steps_of(order: Order) -> Iterator[_BuildStep]:
-    """Iterate over the commands of a build."""
-    if order.program:
-        # nothing of the tree, of variables or of path files is imported by its start
-        yield _BuildStep("running a program", [_PYTHON, "-I", "-S", "-B", _PROGRAM, _INPUT])
-        return
-    if order.commands:
-        for command in order.commands:
-            script = f". {ACTIVATE}\n{command}"
-            # pipefail: `make | tee log` is a failure where make fails
-            yield _BuildStep(f"$ {command}", ["bash", "-o", "pipefail", "-c", script])
-        return
-    if order.interpreter:
-        making = [_UV, "venv", "--no-project", "--allow-existing", "--python", order.interpreter]
-        yield _BuildStep(f"making a venv of {order.interpreter}", [*making, ENVIRONMENT])
-    else:
-        # a managed Python can be moved: it becomes the prefix, which is all that a sandbox needs,
-        # and environments share its files
-        place = f"{SANDBOX_HOME}/python"
-        fetching = [_UV, "python", "install", "--no-bin", "--install-dir", place, order.python]
-        yield _BuildStep(f"fetching Python {order.python}", fetching)
-        script = (
-            f'for each in {place}/*; do [ -L "$each" ] || cp -a "$each/." {ENVIRONMENT} || exit;'
-            f" done; rm -rf {place};"
-            # uv's Pythons have this file, because of which pip refuses to install (PEP 668)
-            f" find {ENVIRONMENT}/lib -name EXTERNALLY-MANAGED -delete;"
-            f" [ -e {_PYTHON} ] || ln -s python3 {_PYTHON}"
-        )
-        yield _BuildStep("moving it to the prefix", ["bash", "-c", script])
-    install = [_UV, "pip", "install", "--python", _PYTHON]
-    # as with conda, the index date does not apply: environments of many dates share these
-    seeding = ["env", "--unset=UV_EXCLUDE_NEWER", *install, *_SEEDS]
-    yield _BuildStep("installing pip", seeding, must_succeed=False)
-    for title, lines in (("requirements", order.requirements), ("packages", order.packages)):
-        if lines:
-            listed = "".join(f"{line}\n" for line in lines)
-            script = f'printf %s "$1" >/tmp/{title}; shift; exec "$@" -r /tmp/{title}'
-            yield _BuildStep(
-                f"installing {title}", ["bash", "-c", script, "bash", listed, *install]
-            )
-    # Checked by the hash of the source, because times are not kept and an agent may edit a package;
-    # equal files compile to equal bytes, which environments share. Without pip's own files, which
-    # are a quarter of a small environment and which tests do not import.
-    script = (
-        "import compileall, re, sys; from py_compile import PycInvalidationMode as M;"
-        "compileall.compile_dir(sys.argv[1], quiet=2, force=True, rx=re.compile('-packages/pip/'),"
-        " invalidation_mode=M.CHECKED_HASH)"
-    )
-    compiling = [_PYTHON, "-c", script, f"{ENVIRONMENT}/lib"]
-    yield _BuildStep("compiling", compiling, must_succeed=False)
-
-
-def box_of(order: Order) -> Box:
-    """Return the box that the commands of a build run in."""
-    if order.program:
-        files = {_PROGRAM: order.program.encode(), _INPUT: order.input.encode()}
-        tree, environment = Path(order.tree), Path(order.environment)
-        return Box(
-            tree=tree, environment=environment, is_environment_shared=True, files=files,
-            names_paths=True,
-        )  # fmt: skip
-    directory = _directory_of(order.index)
-    readable = {_UV: Path(order.uv), **({_INDEX: directory} if directory else {})}
-    for path in ("/etc/uv", "/etc/pip.conf"):
-        if Path(path).exists():
-            readable[path] = Path(path)
-    scratch = Path(order.scratch)
-    home = {SANDBOX_HOME: scratch / "home", _CACHE: Path(order.cache)}
-    writable = {"/tmp": scratch / "tmp", **home}  # noqa: S108
-    return Box(
-        tree=Path(order.tree),
-        environment=Path(order.environment),
-        network=order.network,
-        variables={**_variables(order, directory), **order.variables},
-        readable=readable,
-        writable=writable,
-        names_paths=True,
-    )
-
-
-def _directory_of(index: str) -> Path | None:
-    """Return the directory of an index that is a path or file URL."""
-    path = index.removeprefix("file://")
-    return Path(path) if path.startswith("/") else None
-
-
-def _variables(order: Order, directory: Path | None) -> dict[str, str]:
-    """Return the variables by which uv and pip find packages."""
-    variables = {
-        "UV_LINK_MODE": "copy",
-        "UV_NO_PROGRESS": "1",
-        # no command but `uv python install` fetches a Python
-        "UV_PYTHON_DOWNLOADS": "manual",
-        # uv's own Pythons are marked as managed from outside (PEP 668)
-        "UV_BREAK_SYSTEM_PACKAGES": "1",
-        "UV_CACHE_DIR": f"{_CACHE}/uv",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_ROOT_USER_ACTION": "ignore",
-        # what two builds make should be equal bytes, and so one file: the order of a frozenset in
-        # bytecode depends on the seed
-        "PYTHONHASHSEED": "0",
-        # 1980-01-01: a zip, and so a wheel, has no earlier date
-        "SOURCE_DATE_EPOCH": "315532800",
-    }
-    if os.path.exists(_CERTIFICATES):
-        variables |= {"SSL_CERT_FILE": _CERTIFICATES, "PIP_CERT": _CERTIFICATES}
-    if order.commands:  # importing a module must not change what they install
-        variables["PYTHONDONTWRITEBYTECODE"] = "1"
-    if not order.network:
-        # pip would try five times more, with pauses
-        variables |= {"UV_OFFLINE": "1", "PIP_RETRIES": "0"}
-    if url := f"file://{_INDEX}" if directory else order.index:
-        variables |= {"UV_DEFAULT_INDEX": url, "PIP_INDEX_URL": url}
-    if directory:  # it may be a simple index, or a flat directory of archives
-        variables |= {"UV_FIND_LINKS": _INDEX, "PIP_FIND_LINKS": _INDEX}
-    if order.index_date and directory is None:  # files of a directory have no date
-        variables |= {
-            "UV_EXCLUDE_NEWER": order.index_date,
-            "PIP_UPLOADED_PRIOR_TO": order.index_date,
-        }
-    return variables
 
 
 def run(order: Order, connection: socket.socket) -> dict[str, Any]:
@@ -234,6 +67,7 @@ def run(order: Order, connection: socket.socket) -> dict[str, Any]:
         say(f"== without namespaces: isolation {isolation}\n")
     for step in steps_of(order):
         say(f"== {step.title}\n")
+        began = time.monotonic()
         reading, writing = os.pipe()
         with os.fdopen(reading, encoding="utf-8", errors="replace") as output:
             with open(os.devnull, "rb") as nothing:
@@ -244,6 +78,7 @@ def run(order: Order, connection: socket.socket) -> dict[str, Any]:
                 while piece := output.readline(_LINE):
                     say(piece)
                 status = child.wait()
+        say(f"took {time.monotonic() - began:.1f} s\n")
         if bounds.reason:
             return {"failed": f"{step.title.removeprefix('$ ')}: {bounds.reason}"}
         if status and step.must_succeed:

@@ -32,8 +32,9 @@ from ..seal.scan import scan_environment
 from ..telemetry import masked
 from ..templates.adoption import adopt, sweep_shared
 from ..templates.environments import RECORD, EnvironmentRecord, EnvironmentStore
-from .builder import TIMEOUT, Order, build_owner, find_uv, run_builder
+from .builder import TIMEOUT, build_owner, find_uv, run_builder
 from .preparations import Preparations
+from .steps import Order
 
 # the rest of a build's output is dropped, except the last lines, which the error quotes
 _LOG_BYTES = 8 << 20

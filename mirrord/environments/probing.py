@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from ..errors import ResourceError
 from ..host.processes import Owner
 from ..protocol import Recipe
-from .builder import Order, build_owner, run_builder
+from .builder import build_owner, run_builder
 from .probe import MARKER
+from .steps import Order
 
 _TIMEOUT_S = 120.0  # a cold start of Python and pytest takes seconds on a slow disk
 # a probe imports the project's tests: it takes a processor while it runs

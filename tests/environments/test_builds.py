@@ -88,8 +88,11 @@ def test_environments_share_what_they_have_in_common(house: tuple[Daemon, Path])
     wheel(packages, "large", "1.0", {"large.py": f'TEXT = "{"x" * 500_000}"\n'})
     wheel(packages, "other", "1.0", {"other.py": "y = 2\n"})
     import_recipes(running, recipe("a", "large") + recipe("b", "large", "other"))
+    bytecode = running.state_dir / "environments/cache/none/bytecode"
     build(running, "a")
+    compiled = {*bytecode.iterdir()}
     build(running, "b")
+    assert len({*bytecode.iterdir()} - compiled) == 1  # of other.py; that of large.py is there
     with Client(running.socket) as client:
         a, b = client.get_environment("a"), client.get_environment("b")
         rows = {
@@ -215,6 +218,27 @@ DEEP = "python3 -c \"import os; [(os.mkdir('d'), os.chdir('d')) for _ in range(3
 SPARSE = "truncate -s 15T hole"
 SEARCH = shlex.join(search("canary-of-the-daemon"))
 INSTALL = 'echo "version = 1" >version.py && id -u >$VIRTUAL_ENV/builder'
+PROJECT = {
+    "pyproject.toml": """
+        [build-system]
+        requires = []
+        build-backend = "backend"
+        backend-path = ["."]
+        [tool.uv.sources]
+        tiny = { path = "nowhere" }
+    """,
+    "backend.py": """
+import zipfile
+
+def build_editable(directory, *ignored):
+    with zipfile.ZipFile(f"{directory}/r-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("r.pth", "/testbed")
+        wheel.writestr("r-1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: r\\nVersion: 1.0\\n")
+        wheel.writestr("r-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nGenerator: t\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("r-1.0.dist-info/RECORD", "")
+    return "r-1.0-py3-none-any.whl"
+""",
+}
 FIXED = "def answer():\n    return 42  # the fix, which is long enough to be unique\n"
 
 
@@ -223,13 +247,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     root = tmp_path_factory.mktemp("upstreams")
     upstream = Upstream(root / "o" / "r")
     setup = upstream.commit({"requirements.txt": "tiny==1.0\n", ".gitignore": "version.py\n"})
-    base = upstream.commit({"requirements.txt": "tiny==2.0\n"})
+    base = upstream.commit({"requirements.txt": "tiny==2.0\n", **PROJECT})
     other = upstream.commit({"requirements.txt": "tiny==3.0\n"})
     upstream.commit({"code.py": FIXED})
     rows = root / "rows.jsonl"
     with rows.open("w") as file:
         for number, (commit, install) in enumerate(
-            [(base, INSTALL), (other, "exit 7"), (base, DEEP), (base, SPARSE), (base, SEARCH)], 1
+            [
+                (base, INSTALL),
+                (other, "exit 7"),
+                (base, DEEP),
+                (base, SPARSE),
+                (base, SEARCH),
+                (base, "python -m pip install --no-deps -e ."),
+            ],
+            1,
         ):
             row = {
                 "instance_id": f"o__r-{number}", "repo": "o/r", "base_commit": commit, "patch": "",
@@ -317,6 +349,16 @@ def test_a_preparation_that_makes_too_much_is_a_finding(
         prepared = client.get_environment(instance).prepared
         assert [fact in (each.error or "") for each in prepared] == [True]
         assert client.list_checkouts() == []
+
+
+@pytest.mark.root
+def test_a_plain_installation_needs_no_pip(world: World) -> None:
+    """This environment has none: uv installs the tree, by the tree's own backend."""
+    with Client(world.running.socket) as client:
+        assert report(client.wait(client.build_environments("o__r-6"))).failed == []
+        with client.checkout("o__r-6", environment="auto") as checkout:
+            packages = Path(checkout.directory) / "environment/lib/python3.11/site-packages"
+            assert (packages / "r.pth").read_text() == "/testbed"
 
 
 @pytest.mark.root

@@ -17,6 +17,7 @@ from mirrord.environments import specs
 from mirrord.environments.recipes import checked, digest_of, key_of, recipes_of_toml
 from mirrord.environments.requirements import expanded
 from mirrord.environments.specs import recipe_of
+from mirrord.environments.steps import uv_command
 from mirrord.errors import InvalidRecipeError, RecipeNotFoundError
 from mirrord.grading.runners import files_of
 from mirrord.protocol import Recipe
@@ -252,3 +253,28 @@ def test_what_no_recipe_can_have_is_refused(member: str, value: object) -> None:
     given = {"key": "a", "python": "3.11", member: value}
     with pytest.raises(InvalidRecipeError, match=member):
         checked(Recipe.from_json(given))
+
+
+ISOLATION = "$([ -e pyproject.toml ] || echo --no-build-isolation)"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("python -m pip install -e .", "-e ."),
+        ("pip install -v -e '.[test,dev]'", "-e '.[test,dev]'"),
+        ('pip install "pytest<8" -r requirements/dev.txt', "'pytest<8' -r requirements/dev.txt"),
+        ("python -m pip install --no-use-pep517 -e .", None),
+        ("pip install -U pip", None),
+        ("pip install pytest<8", None),
+        ("pip install . && make", None),
+        ("pip install $NAME", None),
+        ("pip install git+https://example.com/r.git", None),
+        ("pip install 'unfinished", None),
+        ("make install", None),
+    ],
+)
+def test_a_plain_pip_install_is_run_by_uv(command: str, arguments: str | None) -> None:
+    expected = arguments and f"{ISOLATION} {arguments}"
+    by_uv = uv_command(command)
+    assert (by_uv and by_uv.partition("/bin/python ")[2]) == expected
