@@ -138,6 +138,7 @@ from .protocol import JobState as JobState
 from .protocol import LayerFacts as LayerFacts
 from .protocol import Mirror as Mirror
 from .protocol import Mismatch as Mismatch
+from .protocol import Missing as Missing
 from .protocol import MissingSubmodule as MissingSubmodule
 from .protocol import NotReady as NotReady
 from .protocol import NotRestored as NotRestored

@@ -3,6 +3,7 @@
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Record:
         self.contradictions: list[str] = []
         self.flaky: list[str] = []
         self.weighed: protocol.Weighed | None = None
+        self.lacks: list[protocol.Missing] = []
 
     @contextmanager
     def step(self, name: str, *, needed: bool = False) -> Iterator[Step]:
@@ -119,6 +121,12 @@ class Record:
         """Add the findings of a run of tests; the verdict is by the log if one of them is."""
         self.verdict = "log" if self.verdict == "log" else verdict.by
         self.contradictions += (f"{step}: {finding}" for finding in verdict.findings)
+
+    @property
+    def missing(self) -> list[protocol.Missing]:
+        """What the host lacks: what the error says, and what the environment and the tests say."""
+        said = self.error.facts.get("missing", []) if self.error else []
+        return [*map(protocol.Missing.from_json, said), *self.lacks]
 
     @property
     def problem(self) -> protocol.Problem | None:
@@ -218,6 +226,30 @@ def judge_tests(
             first = misses[0].test
             facts.append(f"{len(misses)} of {len(tests)} {name} do not {verb}, such as {first}")
     return unexpected, " and ".join(facts)
+
+
+_SKIPS = (
+    re.compile(r"^SKIPPED \[(\d+)\] \S+: (.+)$", re.MULTILINE),  # pytest -rA
+    re.compile(r"\.\.\. (skipped) ['\"](.+)['\"]$", re.MULTILINE),  # unittest -v
+)
+_NEED = re.compile(
+    r"could not import|no module named|not (?:installed|available|found|present|on path)"
+    r"|isn't (?:installed|available)|unavailable|missing|\b(?:requires?|needs?)\b",
+    re.IGNORECASE,
+)
+
+
+def needs_of(log: str) -> list[protocol.Missing]:
+    """Return the reasons of skipped tests that name something which is not there."""
+    counts = Counter[str]()
+    for pattern in _SKIPS:
+        for count, reason in pattern.findall(log):
+            if _NEED.search(reason):
+                counts[reason.strip()[:200]] += int(count) if count.isdigit() else 1
+    return [
+        protocol.Missing(kind="skipped", name=reason, tests=tests)
+        for reason, tests in counts.items()
+    ]
 
 
 def weigh(environment: protocol.Environment, commit: str | None) -> protocol.Weighed:

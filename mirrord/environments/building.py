@@ -10,7 +10,7 @@ import platform
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -33,6 +33,7 @@ from ..telemetry import masked
 from ..templates.adoption import adopt, sweep_shared
 from ..templates.environments import RECORD, EnvironmentRecord, EnvironmentStore
 from .builder import TIMEOUT, build_owner, find_uv, run_builder
+from .lacks import lacks_of
 from .preparations import Preparations
 from .steps import Order
 
@@ -193,7 +194,7 @@ class Builds:
         if failure:
             fields = {name: content[name] for name in names}
             self.events.publish("environment.failed", **fields, detail=failure)
-            raise failed(plan, failure)
+            raise failed(plan, failure, content["tail"])
         names += ["files", "size_bytes", "shared_bytes"]
         self.events.publish("environment.built", **{name: content[name] for name in names})
         return record
@@ -308,7 +309,7 @@ class Builds:
         made_with = self.made_with(plan.recipe)
         before = preparations.get(key, {})
         if not again and "error" in before and before["made_with"] == made_with:
-            raise failed(plan, f"{before['error']} (earlier; nothing has changed)")
+            raise failed(plan, before["error"], before["tail"], "earlier; nothing has changed")
         began = time.perf_counter()
         outcome: dict[str, Any] = {"made_with": made_with}
         with BuildLog.opened(self.store.root / plan.digest / "log") as log:
@@ -324,7 +325,7 @@ class Builds:
         duration_s = round(time.perf_counter() - began, 3)
         if failure:
             self.events.publish("environment.failed", **fields, commit=base, detail=failure)
-            raise failed(plan, failure)
+            raise failed(plan, failure, outcome["tail"])
         self.events.publish("environment.prepared", **fields, commit=base, duration_s=duration_s)
 
     async def _run_commands(self, plan: Plan, base: CommitId, log: BuildLog) -> str | None:
@@ -362,14 +363,17 @@ class Builds:
 def find_interpreter(version: str) -> str | None:
     """Return the host's Python of a version; None if uv has to fetch one."""
     short = ".".join(version.split(".")[:2])
-    path = f"/usr/bin/python{short}"
     is_exact = version in (short, platform.python_version())
-    return path if is_exact and os.access(path, os.X_OK) else None
+    # sandboxes show all of /usr; in /usr/local is what `make altinstall` and images of Python have
+    paths = [f"{above}/bin/python{short}" for above in ("/usr", "/usr/local")]
+    return next((path for path in paths if is_exact and os.access(path, os.X_OK)), None)
 
 
-def failed(plan: Plan, fact: str) -> EnvironmentFailedError:
+def failed(plan: Plan, fact: str, tail: Iterable[str], note: str = "") -> EnvironmentFailedError:
+    missing = lacks_of(plan.recipe, fact, tail)
     return EnvironmentFailedError(
-        f"cannot build environment {plan.name}: {fact}",
+        f"cannot build environment {plan.name}: {fact}{f' ({note})' if note else ''}",
+        missing=[each.to_json() for each in missing],
         hint=f"see `mirrord environment log {plan.name}`; `mirrord environment build --again`",
         key=plan.recipe.key,
         digest=plan.digest,

@@ -31,6 +31,7 @@ from .building import Builds, Plan, failed
 from .images.importing import Images
 from .images.rows import RowImages
 from .images.trees import ImageTrees
+from .lacks import lacks_of
 from .leaks import Leaks
 from .recipes import checked, digest_of, key_of, recipes_of_toml
 from .requirements import expanded, reads_tree
@@ -211,8 +212,10 @@ class Environments:
                         await self._prepare(plan, base, again)
                         report.prepared.append(base)
             except errors.EnvironmentFailedError as error:
-                key, detail = plan.recipe.key, error.message
-                report.failed.append(protocol.FailedBuild(key=key, detail=detail))
+                missing = [protocol.Missing.from_json(each) for each in error.facts["missing"]]
+                report.failed.append(
+                    protocol.FailedBuild(key=plan.recipe.key, detail=error.message, missing=missing)
+                )
             step(plan.name, left)
 
         await together(map(one, plans))
@@ -233,7 +236,8 @@ class Environments:
             return
         made_with = self.builds.made_with(plan.recipe)
         if record is not None and not again and record.facts["made_with"] == made_with:
-            raise failed(plan, f"{record.facts['error']} (an earlier build; nothing has changed)")
+            note = "an earlier build; nothing has changed"
+            raise failed(plan, record.facts["error"], record.facts["tail"], note)
         await self._running.join(plan.digest, run)
 
     async def _prepare(self, plan: Plan, base: CommitId, again: bool) -> None:
@@ -260,7 +264,10 @@ class Environments:
         recipe = Recipe.from_json(written) if written is not None else None
         prepared = self.builds.preparations.list(record.digest)
         scans = self.leaks.list(record.digest)
-        return replace(self._describe(record), recipe=recipe, prepared=prepared, scans=scans)
+        missing = lacks_of(recipe, None, ()) if recipe else []
+        return replace(
+            self._describe(record), recipe=recipe, prepared=prepared, scans=scans, missing=missing
+        )
 
     def name_for(self, row: InstanceRow) -> str:
         """Return the name of an instance's environment: its image, or else of those with its key

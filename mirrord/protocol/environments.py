@@ -82,11 +82,22 @@ class Image(Answer):
     repositories: list[str] = []
 
 
+class Missing(Answer):
+    """What a host lacks: an `interpreter`, a `package` of Debian that a recipe needs, a `program`
+    or header that a build did not find, or what `tests` said that were `skipped` for it.
+    """
+
+    kind: Literal["interpreter", "package", "program", "skipped"]
+    name: str
+    tests: int = 0
+
+
 class FailedBuild(Answer):
-    """A build that failed, and why."""
+    """A build that failed, and why; `missing` is what the host lacks for it."""
 
     key: str
     detail: str
+    missing: list[Missing] = []
 
 
 class BuildReport(Answer):
@@ -137,7 +148,7 @@ class Environment(Answer):
     is the host's, or None if the environment has its own. `holders` counts the checkouts and
     prepared layers that use it. Lists omit `prepared`, `scans` and `recipe`. Of an imported
     `image`, which has a `source` but no `python` and no `recipe`, `size_bytes` are those of its
-    layers.
+    layers. `missing` are the packages of Debian that its recipe needs and the host lacks.
     """
 
     key: str
@@ -162,6 +173,7 @@ class Environment(Answer):
     tail: list[str] = []
     prepared: list[Preparation] = []
     scans: list[EnvironmentScan] = []
+    missing: list[Missing] = []
     recipe: Recipe | None = None
     image: Image | None = None
     source: str | None = None
@@ -230,7 +242,8 @@ class Rehearsed(Answer):
     the mirror and the daemon for which the result holds. If its tests ran, it has the
     `environment`, the first of the `unexpected` tests, and the files of the `logs`. The `verdict`
     is by the runner's report, or by the log; `contradictions` are what logs and exit statuses say
-    against it. `flaky` tests passed in some of several runs and not in others.
+    against it. `flaky` tests passed in some of several runs and not in others. `missing` is what
+    the host lacks for it, as far as its recipe, its build and its skipped tests say.
     """
 
     instance: str
@@ -249,6 +262,7 @@ class Rehearsed(Answer):
     verdict: Literal["report", "log"] | None = None
     contradictions: list[str] = []
     flaky: list[str] = []
+    missing: list[Missing] = []
     logs: list[str] = []
 
     @property

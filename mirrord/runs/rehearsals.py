@@ -23,6 +23,12 @@ STEPS = (
     *("environment", "tests before", "tests after"),
 )
 _PASSED = {"ok", "but"}
+_REMEDIES = {
+    "interpreter": "install it in /usr/bin or /usr/local/bin, or let uv fetch it",
+    "package": "install it by apt-get",
+    "program": "install the package that has it; host_packages of a recipe of your own names it",
+    "skipped": "install it on the host, or add it to packages of a recipe of your own",
+}
 _Key = tuple[str | None, str]
 
 
@@ -114,7 +120,29 @@ class Results(RunReport[protocol.Rehearsed]):
             }
             for (dataset, repo), counts in sorted(groups.items())
         ]
-        return {**super().totals(), "kept": self.kept_count, "repositories": repositories}
+        totals = {"kept": self.kept_count, "repositories": repositories}
+        return {**super().totals(), **totals, "missing": self.missing()}
+
+    def missing(self) -> list[dict[str, Any]]:
+        """Return what the host lacks, with the rows that it costs and the remedy; costly first."""
+        groups: dict[tuple[str, str], Counter[str]] = {}
+        for row in self.rows:
+            for kind, name in {(lack.kind, lack.name) for lack in row.missing}:
+                counts = groups.setdefault((kind, name), Counter())
+                counts.update(["rows", *(["untried"] if row.status is Readiness.UNTRIED else [])])
+            for lack in row.missing:
+                groups[lack.kind, lack.name]["tests"] += lack.tests
+        costly = sorted(
+            groups.items(), key=lambda each: (-each[1]["untried"], -each[1]["rows"], each[0])
+        )
+        return [
+            {
+                "kind": kind, "name": name, "rows": counts["rows"], "tests": counts["tests"],
+                "untried": counts["untried"], "text": _cost(kind, name, counts),
+                "remedy": _REMEDIES[kind],
+            }
+            for (kind, name), counts in costly
+        ]  # fmt: skip
 
     def _environments(self, dataset: str, repo: str) -> dict[str, int]:
         """Return how many environments these rows have, how many leak, and their bytes before and
@@ -140,6 +168,17 @@ class Results(RunReport[protocol.Rehearsed]):
     def answer(self) -> dict[str, Any]:
         rows = [{**row.to_json(), "ok": row.ok} for row in self.rows]
         return {"instances": rows, "totals": protocol.to_json(self.totals())}
+
+
+def _cost(kind: str, name: str, counts: Counter[str]) -> str:
+    """Say what something that the host lacks costs."""
+    rows, untried = counted(counts["rows"], "row"), counts["untried"]
+    if kind == "skipped":
+        return f"{name}: {counted(counts['tests'], 'test')} SKIPPED in {rows}"
+    of_them = f", {untried} of them untried" if untried else ""
+    return f"{name}: not on this host: {rows}" + (
+        " untried" if untried == counts["rows"] else of_them
+    )
 
 
 def _failed_step(row: protocol.Rehearsed) -> str:

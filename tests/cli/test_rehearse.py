@@ -20,9 +20,9 @@ from daemons import Daemon, daemon
 from gitrepos import Upstream
 from waiting import until
 
-from mirrord import Client, Readiness, Rehearsed, UnexpectedTest
+from mirrord import Client, Missing, Readiness, Rehearsed, UnexpectedTest
 from mirrord.cli.main import run
-from mirrord.client.rehearsing import Candidate
+from mirrord.client.rehearsing import Candidate, needs_of
 from mirrord.errors import UsageError
 from mirrord.runs.rehearsals import Results
 
@@ -317,6 +317,7 @@ def test_a_page_is_whole_and_runs_nothing(tmp_path: Path) -> None:
             status=failed,
             reason=why,
             logs=[HOSTILE],
+            missing=[Missing(kind="skipped", name=HOSTILE, tests=2)],
             unexpected=[
                 UnexpectedTest(step="tests after", test=HOSTILE, expected="pass", lines=[HOSTILE]),
                 UnexpectedTest(step="tests before", test=HOSTILE, expected="fail"),
@@ -338,6 +339,7 @@ def test_a_page_is_whole_and_runs_nothing(tmp_path: Path) -> None:
     assert 'name="viewport"' in text
     assert "default-src 'none'" in text
     assert "Interrupted: this covers 2 of 4 instances." in text
+    assert "2 tests SKIPPED in 1 row; install it" in text
     assert results.exit_status == 8
     results.rows.clear()
     assert Page(results.render()).open == []
@@ -356,3 +358,27 @@ def test_a_file_of_something_else_is_not_written_to(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="not results of a rehearsal"):
             Results([], file)
         assert file.read_text() == content
+
+
+def test_what_a_host_lacks_is_counted_by_rows_and_tests() -> None:
+    log = (
+        'SKIPPED [2] tests/test_ext_graphviz.py:18: graphviz "dot" is not available\n'
+        "SKIPPED [1] tests/test_a.py:3: could not import 'lxml': No module named 'lxml'\n"
+        "SKIPPED [1] tests/test_a.py:9: only on Windows\n"
+        "test_x (tests.T) ... skipped 'needs ImageMagick'\n"
+    )
+    old, gcc = Missing(kind="interpreter", name="Python 3.8"), Missing(kind="program", name="gcc")
+    untried, ready = Readiness.UNTRIED, Readiness.READY
+    results = Results([], None)
+    for number, (status, missing) in enumerate(
+        [(ready, needs_of(log)), (untried, [old]), (untried, [old, gcc]), (ready, [gcc])]
+    ):
+        results.add(Rehearsed(instance=f"i-{number}", status=status, missing=missing))
+    assert [lack["text"] for lack in results.totals()["missing"]] == [
+        "Python 3.8: not on this host: 2 rows untried",
+        "gcc: not on this host: 2 rows, 1 of them untried",
+        "could not import 'lxml': No module named 'lxml': 1 test SKIPPED in 1 row",
+        'graphviz "dot" is not available: 2 tests SKIPPED in 1 row',
+        "needs ImageMagick: 1 test SKIPPED in 1 row",
+    ]
+    results.close()

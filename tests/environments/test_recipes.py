@@ -14,6 +14,7 @@ from dataset_rows import row
 from mirrord.catalog import InstanceRow
 from mirrord.datasets.formats import find_format
 from mirrord.environments import specs
+from mirrord.environments.lacks import lacks_of
 from mirrord.environments.recipes import checked, digest_of, key_of, recipes_of_toml
 from mirrord.environments.requirements import expanded
 from mirrord.environments.specs import recipe_of
@@ -278,3 +279,28 @@ def test_a_plain_pip_install_is_run_by_uv(command: str, arguments: str | None) -
     expected = arguments and f"{ISOLATION} {arguments}"
     by_uv = uv_command(command)
     assert (by_uv and by_uv.partition("/bin/python ")[2]) == expected
+
+
+@pytest.mark.parametrize(
+    ("failure", "line", "name"),
+    [
+        ("fetching Python 3.8: status 2", "error: no download", "Python 3.11"),
+        ("make: status 127", "bash: line 2: make: command not found", "make"),
+        ("x", "/bin/sh: 1: swig: not found", "swig"),
+        ("x", "error: command 'gcc' failed: No such file or directory", "gcc"),
+        ("x", "a.c:3:10: fatal error: libxml/tree.h: No such file or directory", "libxml/tree.h"),
+        ("x", "FileNotFoundError: [Errno 2] No such file or directory: 'dot'", "dot"),
+        ("x", "FileNotFoundError: [Errno 2] No such file or directory: 'docs/a'", None),
+        ("x", "error: no module named numpy", None),
+    ],
+)
+def test_a_failed_build_says_what_the_host_lacks(failure: str, line: str, name: str | None) -> None:
+    lacks = lacks_of(Recipe(key="k", python="3.11"), failure, ["before", line])
+    assert [lack.name for lack in lacks] == ([name] if name else [])
+
+
+def test_a_package_that_the_host_lacks_is_named() -> None:
+    recipe = Recipe(key="k", python="3.11", host_packages=["bash", "no-such-package"])
+    has_dpkg = Path("/var/lib/dpkg/info").is_dir()  # elsewhere it is unknown, and so not absent
+    expected = ["no-such-package"] if has_dpkg else []
+    assert [lack.name for lack in lacks_of(recipe, None, ())] == expected

@@ -141,6 +141,8 @@ def _lines(results: Results) -> Iterator[str]:
     yield from (
         f"{row.instance}: flaky: {cell(test)}" for row in results.rows for test in row.flaky
     )
+    for lack in totals["missing"]:
+        yield f"{cell(lack['text'])}; {lack['remedy']}"
     if logged := sum(row.verdict == "log" for row in results.rows):
         yield f"{count(logged, 'instance')} judged by the log of its tests alone"
     counted = [

@@ -166,6 +166,7 @@ class AsyncRehearsal:
             verdict=record.verdict,
             contradictions=record.contradictions,
             flaky=record.flaky,
+            missing=record.missing,
             weighed=record.weighed,
             logs=record.logs,
             duration_s=round(time.perf_counter() - began, 6),
@@ -273,6 +274,7 @@ class AsyncRehearsal:
         finally:  # the scan of an image may run beside its first tests
             found = await self._client.get_environment(str(record.environment))
             record.weighed = rehearsing.weigh(found, candidate.base_commit)
+            record.lacks += found.missing
 
     async def _run_phases(
         self,
@@ -297,6 +299,8 @@ class AsyncRehearsal:
                                 await checkout.apply(named)
                         name = f"{phase.step} {number + 1}" if number else phase.step
                         runs.append(await self._run_once(name, checkout, row, recipe, record))
+                    if phase is rehearsing.PHASES[-1]:
+                        record.lacks += rehearsing.needs_of(runs[0][0])
                     _judge(phase, row, runs, record, step)
 
     async def _run_once(

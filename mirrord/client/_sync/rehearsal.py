@@ -167,6 +167,7 @@ class Rehearsal:
             verdict=record.verdict,
             contradictions=record.contradictions,
             flaky=record.flaky,
+            missing=record.missing,
             weighed=record.weighed,
             logs=record.logs,
             duration_s=round(time.perf_counter() - began, 6),
@@ -272,6 +273,7 @@ class Rehearsal:
         finally:  # the scan of an image may run beside its first tests
             found = self._client.get_environment(str(record.environment))
             record.weighed = rehearsing.weigh(found, candidate.base_commit)
+            record.lacks += found.missing
 
     def _run_phases(
         self,
@@ -296,6 +298,8 @@ class Rehearsal:
                                 checkout.apply(named)
                         name = f"{phase.step} {number + 1}" if number else phase.step
                         runs.append(self._run_once(name, checkout, row, recipe, record))
+                    if phase is rehearsing.PHASES[-1]:
+                        record.lacks += rehearsing.needs_of(runs[0][0])
                     _judge(phase, row, runs, record, step)
 
     def _run_once(

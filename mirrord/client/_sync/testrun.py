@@ -44,6 +44,9 @@ def build_environment(
     report = protocol.BuildReport.from_json(ended.result)
     for failed in report.failed:
         hint = f"see `mirrord environment log {failed.key}`"
+        if failed.missing:  # of the host, and no fault of the row
+            missing = [each.to_json() for each in failed.missing]
+            raise errors.ResourceError(failed.detail, hint=hint, missing=missing)
         raise errors.EnvironmentFailedError(failed.detail, hint=hint)
     environment = client.get_environment(report.ready[0])
     recipe = environment.recipe or report.tests
