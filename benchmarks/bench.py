@@ -57,7 +57,7 @@ from mirrord.model import AuditLevel, Backend
 
 _EXT4_BYTES = 16 << 30
 ROLLOUTS = ("diff", "apply", "branch", "grade", "turn", "crowd")  # and `cold`, which pauses
-# those of docs/benchmarks.md: with --rounds 9 on two small repositories eight minutes
+# those that docs/benchmarks.md shows
 PAGE = ("first", "warm", "reset", "near", "pool", "audit", *ROLLOUTS[:-1])
 
 
