@@ -14,12 +14,6 @@ from gitrepos import Upstream
 from mirrord.fleet.objects import ObjectStore
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[s3.Server]:
-    with s3.running() as server:
-        yield server
-
-
 @pytest.fixture
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -27,7 +21,7 @@ def store(
     """A directory, or with `s3.OF_EACH_KIND` a bucket too."""
     if getattr(request, "param", "directory") == "directory":
         return ObjectStore(f"file://{tmp_path}/store/below")
-    server: s3.Server = request.getfixturevalue("s3_server")
+    server = s3.shared()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return ObjectStore(server.create())

@@ -94,7 +94,8 @@ def test_another_daemon_takes_over_what_a_killed_one_synced(
 def test_without_the_store_a_daemon_serves_and_says_so(
     server: postgresql.Server, tmp_path: Path, upstream: Upstream
 ) -> None:
-    with s3.running() as bucket, link.to(bucket.port) as wire:
+    bucket = s3.shared()
+    with link.to(bucket.port) as wire:
         environment = bucket.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
         with daemon_fleet.fleet(server, bucket.create(), upstream.path.parent) as fleet:
             a = fleet.make(_OWN, environment=environment)
@@ -119,7 +120,8 @@ def test_a_store_that_has_room_for_little_stays_a_fault(
     server: postgresql.Server, upstream: Upstream
 ) -> None:
     """Small objects are written all the while; health changes once, when what was refused is there."""
-    with s3.running() as bucket, link.to(bucket.port) as wire:
+    bucket = s3.shared()
+    with link.to(bucket.port) as wire:
         environment = bucket.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
         with daemon_fleet.fleet(server, bucket.create(), upstream.path.parent) as fleet:
             a = fleet.make(_OWN, interval="0s", environment=environment)

@@ -50,7 +50,8 @@ def _directory(path: Path) -> Iterator[Store]:
 
 @contextmanager
 def _bucket(_: Path) -> Iterator[Store]:
-    with s3.running() as server, link.to(server.port) as wire:
+    server = s3.shared()
+    with link.to(server.port) as wire:
         environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
         made = Store(server.create(), server.environment | environment)
         made.fill = lambda: setattr(wire, "is_full", True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,16 +83,10 @@ def published(
 ) -> Published:
     if request.param == "directory":
         return Published(f"file://{tmp_path}/store", furnished)
-    server: s3.Server = request.getfixturevalue("s3_server")
+    server = s3.shared()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return Published(server.create(), furnished)
-
-
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[s3.Server]:
-    with s3.running() as server:
-        yield server
 
 
 only_directory = pytest.mark.parametrize("published", ["directory"], indirect=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,14 @@ class Server:
         url = f"http://127.0.0.1:{self.port}/{path}"
         with urllib.request.urlopen(urllib.request.Request(url, method=method)) as answer:
             return bytes(answer.read())
+
+
+@cache
+def shared() -> Server:
+    """Start the one of this process, whose tests have a bucket each, and faults of their own links."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(running())
 
 
 @contextmanager
