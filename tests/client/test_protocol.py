@@ -11,6 +11,7 @@ import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -70,6 +71,7 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     }[kind]
 
 
+@cache
 def _instances(message: type[Message]) -> st.SearchStrategy[Message]:
     members = {
         name: _values(hint)
@@ -89,6 +91,9 @@ _WITH_PROBLEMS = {
     protocol.Restored,
     protocol.TurnsAnswer,
 }
+_READ_BY_PYDANTIC = {
+    it for it in ANSWERS if "Problem" not in str(get_type_hints(it)) and it not in _WITH_PROBLEMS
+}
 
 
 @pytest.mark.parametrize("message", ANSWERS + REQUESTS, ids=lambda message: message.__name__)
@@ -97,23 +102,15 @@ _WITH_PROBLEMS = {
 def test_a_message_comes_back_from_json_as_it_was(
     message: type[Message], data: st.DataObject
 ) -> None:
-    """On both ends: an answer is read by our reader, a request by pydantic."""
-    sent = data.draw(_instances(message))
+    """On both ends: an answer is read by our reader, a request by pydantic.
+
+    pydantic, which makes the document that describes the messages, reads answers too.
+    """
+    sent = data.draw(_instances(message))  # type: ignore[arg-type]  # the class is hashable, its instances are not
     assert message.from_json(json.loads(to_bytes(sent))) == sent
     assert pickle.loads(pickle.dumps(sent)) == copy.copy(sent) == sent
-
-
-@pytest.mark.parametrize(
-    "message",
-    [m for m in ANSWERS if "Problem" not in str(get_type_hints(m)) and m not in _WITH_PROBLEMS],
-    ids=lambda message: message.__name__,
-)
-@settings(max_examples=5)
-@given(data=st.data())
-def test_pydantic_reads_what_we_write(message: type[Message], data: st.DataObject) -> None:
-    """The document that describes the messages is made by it."""
-    sent = data.draw(_instances(message))
-    assert TypeAdapter(message).validate_json(to_bytes(sent)) == sent
+    if message in _READ_BY_PYDANTIC:
+        assert TypeAdapter(message).validate_json(to_bytes(sent)) == sent
 
 
 @pytest.mark.parametrize(

@@ -428,9 +428,9 @@ def test_a_kill_before_each_change_loses_nothing(tmp_path: Path, furnished: Furn
     drop_packed_line(furnished, "/person/7/")
     before = snapshot(furnished.mirror)
     shutil.copytree(furnished.root / "state", tmp_path / "state", symlinks=True)
-    at = -3
+    at = -6
     while True:
-        at += 5
+        at += 8
         script = tmp_path / "heal.py"
         script.write_text(
             _HEAL.format(

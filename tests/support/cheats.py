@@ -410,7 +410,10 @@ def of_each_kind() -> list[Cheat]:
 
 
 def together() -> list[Cheat]:
-    """What a policy can drop of the cheats that pass, in as few trees as their paths allow."""
+    """What a policy can drop of the cheats that pass, in as few trees as their paths allow.
+
+    The tree with the most of them, and three of the others by MIRRORD_SEED.
+    """
     made: list[Cheat] = []
     for cheat in CHEATS:
         is_named = cheat.by and " " not in cheat.by and cheat.by not in _OF_PROGRAMS
@@ -424,7 +427,9 @@ def together() -> list[Cheat]:
                     break
         else:
             made.append(cheat)
-    return made
+    if os.environ.get("MIRRORD_CHEATS") == "all":
+        return made
+    return [made[0], *random.Random(os.environ.get("MIRRORD_SEED", "17")).sample(made[1:], 3)]
 
 
 _OF_PROGRAMS = "names-runner", "always-equal"  # a person judges them
