@@ -7,7 +7,7 @@ import platform
 import re
 import secrets
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -25,7 +25,6 @@ from .units import NAMES
 
 # A report is attached to an issue: it has the newest of each.
 _LINES_MAX = 3000
-_MOUNTS_MAX = 200
 # an id as git abbreviates it, to seven digits or more
 _HEX = re.compile(r"(?i)[0-9a-f]{7,}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
@@ -154,10 +153,13 @@ def find_versions() -> dict[str, Any]:
 
 
 def find_places(root: Path) -> dict[str, Any]:
-    """Describe the file system of a state directory, its mounts and its number of entries."""
+    """Describe the file system of a state directory, its mounts and its number of entries.
+
+    Mounts are counted by directory: their paths name the checkouts of all users.
+    """
     mount, layout = find_mount(root), Layout(root)
     disk = os.statvfs(mount.at)
-    mounts = mounts_below(str(root))
+    below = (Path(point).relative_to(root.resolve()).parts for point in mounts_below(str(root)))
     counts = {}
     for directory in layout.modes():
         with suppress(OSError):
@@ -171,8 +173,7 @@ def find_places(root: Path) -> dict[str, Any]:
             "bytes": disk.f_blocks * disk.f_frsize, "free_bytes": disk.f_bavail * disk.f_frsize,
             "inodes": disk.f_files, "free_inodes": disk.f_favail,
         },
-        "mount_count": len(mounts),
-        "mounts": mounts[:_MOUNTS_MAX],
+        "mounts": Counter(parts[0] if parts else "." for parts in below),
         "entries": counts,
     }  # fmt: skip
 
