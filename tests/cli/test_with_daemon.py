@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import anyio
 import pytest
@@ -25,8 +25,9 @@ from typed import typed
 from waiting import until
 
 from mirrord import AsyncClient, Client, Sandbox, doctor
+from mirrord.cli import support
 from mirrord.cli.main import run
-from mirrord.errors import InstanceAmbiguousError, InvalidDatasetError
+from mirrord.errors import InstanceAmbiguousError, InvalidDatasetError, NotFoundError
 from mirrord.model import DiffFormat, View
 
 pytestmark = pytest.mark.slow
@@ -806,7 +807,8 @@ def test_serve_detaches_when_it_serves_and_says_why_it_does_not(
             other, report = tmp_path / "other.toml", tmp_path / "report.tar.gz"
             other.write_text(f'state_dir = "{tmp_path}"\nsocket = "{made.socket}"\n')
             monkeypatch.setitem(doctor._CHECKS, "its speed", lambda _: ("ok", "not measured", ""))
-            monkeypatch.setenv("PATH", "/nowhere")  # without journalctl
+            # not by PATH, as test_support does: what of this process starts git would keep it
+            monkeypatch.setattr(support, "read_journal", _without_a_journal)
             assert run(["doctor", "--report", str(report), "--config", str(other)]) == 0
             monkeypatch.undo()
             with tarfile.open(report) as archive:
@@ -820,6 +822,10 @@ def test_serve_detaches_when_it_serves_and_says_why_it_does_not(
         bad = serve()
         assert (bad.returncode, bad.stdout) == (2, "")
         assert "sync.concurrency" in bad.stderr
+
+
+def _without_a_journal(_: object) -> NoReturn:
+    raise NotFoundError("cannot read the journal: it is not here")
 
 
 def test_serve_becomes_the_daemon() -> None:
