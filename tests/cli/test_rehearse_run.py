@@ -99,6 +99,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     ]
     slow = {**CONFIG, "test_cmd": f"sleep {ENDLESS} #"}
     other = {**row, "instance_id": "demo__project-slow", "install_config": slow, "version": "3.0"}
+    then = {**row, "instance_id": "demo__project-then", "version": "4.0"}
     settings = (
         f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[environments]\nnetwork = false\n'
         '[checkouts]\nprewarm = false\n[audit]\ninterval = "0"\n[sync]\ninterval = "0"\n'
@@ -109,7 +110,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert found.run("dataset", "import", file, "--name", "demo")[0] == 0
         file = root / "slow.jsonl"
-        file.write_text(json.dumps(other))
+        file.write_text(f"{json.dumps(other)}\n{json.dumps(then)}\n")
         assert found.run("dataset", "import", file, "--name", "slow")[0] == 0
         yield found
 
@@ -179,11 +180,15 @@ def test_tests_end_with_their_time_and_with_the_rehearsal(world: World) -> None:
     assert status == 7
     assert "they met the limit of time" in text
 
-    command = [sys.executable, "-m", "mirrord", "--socket", str(world.running.socket), *words]
+    both = (*words, "demo__project-then", "--jobs", "1")
+    command = [sys.executable, "-m", "mirrord", "--socket", str(world.running.socket), *both]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     silent = subprocess.DEVNULL
     with subprocess.Popen(command, env=environment, stdout=silent, stderr=silent) as process:
         until(lambda: process.poll() is None and runs(ENDLESS), told=lambda: "no tests")
+        with Client(world.running.socket) as client:  # the next row's, beside the tests of this one
+            until(lambda: any(e.key == "demo__project-4.0" for e in client.list_environments()))
+        assert runs(ENDLESS)
         process.send_signal(signal.SIGINT)
     assert process.returncode == 130
     until(lambda: not runs(ENDLESS))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,7 +84,9 @@ def rehearse(
         if not rehearsal.candidates:
             hint = "import a dataset first, or name instances"
             raise UsageError("cannot rehearse: there are no instances", hint=hint)
-        return map(rehearsal.rehearse, results.choose(rehearsal.candidates))
+        chosen = results.choose(rehearsal.candidates)
+        # the one that takes the turn of another when that ends
+        return map(rehearsal.rehearse, chosen, chain(chosen[parallel:], repeat(None)))
 
     running.run(session, "rehearse", results, parallel, begin)
     session.answer(results.answer(), _lines(results))

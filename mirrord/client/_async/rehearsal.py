@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -141,12 +142,17 @@ class AsyncRehearsal:
 
     # -- one instance ------------------------------------------------------------------------------
 
-    async def rehearse(self, candidate: rehearsing.Candidate) -> protocol.Rehearsed:
-        """Rehearse an instance. Its failures are in the answer; raises if none can be rehearsed."""
+    async def rehearse(
+        self, candidate: rehearsing.Candidate, following: rehearsing.Candidate | None = None
+    ) -> protocol.Rehearsed:
+        """Rehearse an instance. Its failures are in the answer; raises if none can be rehearsed.
+
+        While its tests run, the environment of a `following` one is built.
+        """
         began = time.perf_counter()
         record = rehearsing.Record()
         try:
-            await self._try(candidate, record)
+            await self._try(candidate, following, record)
         except rehearsing.FATAL:
             raise
         except errors.MirrordError as error:
@@ -172,7 +178,12 @@ class AsyncRehearsal:
             duration_s=round(time.perf_counter() - began, 6),
         )
 
-    async def _try(self, candidate: rehearsing.Candidate, record: rehearsing.Record) -> None:
+    async def _try(
+        self,
+        candidate: rehearsing.Candidate,
+        following: rehearsing.Candidate | None,
+        record: rehearsing.Record,
+    ) -> None:
         if candidate.error:
             record.is_known = False
             raise candidate.error
@@ -193,7 +204,7 @@ class AsyncRehearsal:
         if candidate.lacking:
             record.add("content", "but", "; ".join(candidate.lacking))
         if self._run and record.error is None:
-            await self._run_tests(candidate, record)
+            await self._run_tests(candidate, following, record)
 
     async def _check_out(self, candidate: rehearsing.Candidate, **options: Any) -> AsyncCheckout:
         choices: dict[str, Any] = {"dataset": candidate.dataset, "view": View.GRADER, "ttl": _TTL}
@@ -260,7 +271,12 @@ class AsyncRehearsal:
 
     # -- its tests ---------------------------------------------------------------------------------
 
-    async def _run_tests(self, candidate: rehearsing.Candidate, record: rehearsing.Record) -> None:
+    async def _run_tests(
+        self,
+        candidate: rehearsing.Candidate,
+        following: rehearsing.Candidate | None,
+        record: rehearsing.Record,
+    ) -> None:
         """Run the tests with the test patch alone, then with the gold patch too."""
         identity, dataset = candidate.instance, candidate.dataset
         row = await self._client.get_instance(identity, view=View.GRADER, dataset=dataset)
@@ -269,6 +285,9 @@ class AsyncRehearsal:
             record.environment, recipe = await build_environment(
                 self._client, identity, dataset, self._parsers
             )
+        if following and following.error is None:
+            with suppress(errors.MirrordError):  # its own turn says why
+                await self._client.build_environments(following.instance, dataset=following.dataset)
         try:
             await self._run_phases(candidate, row, recipe, record)
         finally:  # the scan of an image may run beside its first tests

@@ -13,6 +13,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -142,12 +143,17 @@ class Rehearsal:
 
     # -- one instance ------------------------------------------------------------------------------
 
-    def rehearse(self, candidate: rehearsing.Candidate) -> protocol.Rehearsed:
-        """Rehearse an instance. Its failures are in the answer; raises if none can be rehearsed."""
+    def rehearse(
+        self, candidate: rehearsing.Candidate, following: rehearsing.Candidate | None = None
+    ) -> protocol.Rehearsed:
+        """Rehearse an instance. Its failures are in the answer; raises if none can be rehearsed.
+
+        While its tests run, the environment of a `following` one is built.
+        """
         began = time.perf_counter()
         record = rehearsing.Record()
         try:
-            self._try(candidate, record)
+            self._try(candidate, following, record)
         except rehearsing.FATAL:
             raise
         except errors.MirrordError as error:
@@ -173,7 +179,12 @@ class Rehearsal:
             duration_s=round(time.perf_counter() - began, 6),
         )
 
-    def _try(self, candidate: rehearsing.Candidate, record: rehearsing.Record) -> None:
+    def _try(
+        self,
+        candidate: rehearsing.Candidate,
+        following: rehearsing.Candidate | None,
+        record: rehearsing.Record,
+    ) -> None:
         if candidate.error:
             record.is_known = False
             raise candidate.error
@@ -194,7 +205,7 @@ class Rehearsal:
         if candidate.lacking:
             record.add("content", "but", "; ".join(candidate.lacking))
         if self._run and record.error is None:
-            self._run_tests(candidate, record)
+            self._run_tests(candidate, following, record)
 
     def _check_out(self, candidate: rehearsing.Candidate, **options: Any) -> Checkout:
         choices: dict[str, Any] = {"dataset": candidate.dataset, "view": View.GRADER, "ttl": _TTL}
@@ -259,7 +270,12 @@ class Rehearsal:
 
     # -- its tests ---------------------------------------------------------------------------------
 
-    def _run_tests(self, candidate: rehearsing.Candidate, record: rehearsing.Record) -> None:
+    def _run_tests(
+        self,
+        candidate: rehearsing.Candidate,
+        following: rehearsing.Candidate | None,
+        record: rehearsing.Record,
+    ) -> None:
         """Run the tests with the test patch alone, then with the gold patch too."""
         identity, dataset = candidate.instance, candidate.dataset
         row = self._client.get_instance(identity, view=View.GRADER, dataset=dataset)
@@ -268,6 +284,9 @@ class Rehearsal:
             record.environment, recipe = build_environment(
                 self._client, identity, dataset, self._parsers
             )
+        if following and following.error is None:
+            with suppress(errors.MirrordError):  # its own turn says why
+                self._client.build_environments(following.instance, dataset=following.dataset)
         try:
             self._run_phases(candidate, row, recipe, record)
         finally:  # the scan of an image may run beside its first tests
