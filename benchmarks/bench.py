@@ -604,8 +604,8 @@ def main() -> None:
         " repository, and write docs/benchmarks.md, docs/benchmarks-load.md and docs/benchmarks.svg",
     )
     options = parser.parse_args()
-    if (group := {"rollouts": ROLLOUTS, "page": PAGE}.get(" ".join(options.cases))) is not None:
-        options.cases = list(group)
+    groups = {"rollouts": ROLLOUTS, "page": PAGE}
+    options.cases = [case for name in options.cases for case in groups.get(name, (name,))]
     broken: list[str] = []
     with _area(options.area, on_ext4=options.ext4) as area:
         if options.pod is not None:
