@@ -36,7 +36,7 @@ class Sandboxes:
         daemon.stop()
         place.mkdir(parents=True, mode=0o700)
         subprocess.run(["cp", "-a", self._venv, place / "files"], check=True)
-        facts = {"key": _KEY, "digest": _DIGEST, "state": "ready", "at": 0}
+        facts = {"key": _KEY, "digest": _DIGEST, "recipe": None, "state": "ready", "at": 0}
         (place / "environment.json").write_text(json.dumps(facts))
         daemon.start()
         self._instance = daemon.record(commit, make_patch(git, commit))
