@@ -363,8 +363,9 @@ def find_bad_packs(directory: Path) -> list[Path]:
     sound: dict[int, bool] = {}
     bad = []
     of_stores = ("objects/pack/pack-*", "lfs/objects/??/??/*")
-    patterns = ["packs/*/pack-*", *(f"gits/*/.git/{glob}" for glob in of_stores)]
-    patterns += [f"gits/*/.git/modules/**/{glob}" for glob in of_stores]
+    # what is still built, or is removed, has a name with a dot
+    patterns = ["packs/[!.]*/pack-*", *(f"gits/[!.]*/.git/{glob}" for glob in of_stores)]
+    patterns += [f"gits/[!.]*/.git/modules/**/{glob}" for glob in of_stores]
     for pattern in patterns:
         for file in sorted(directory.glob(pattern)):
             with suppress(FileNotFoundError):

@@ -19,6 +19,7 @@ from template_parts import NAME, Mounted, Store, assert_equals_commit, run
 
 from mirrord.errors import CommitNotFoundError, CommitUnservableError
 from mirrord.templates.layers import build_layer, read_record
+from mirrord.templates.service import find_bad_packs
 from mirrord.workers.pool import Workers
 
 pytestmark = pytest.mark.root
@@ -435,6 +436,13 @@ def test_a_damaged_template_that_is_held_leaves_its_checkout_alone(
         assert len(list(store.trees.iterdir())) == 1
 
     run(tmp_path, upstream, test)
+
+
+def test_packs_that_are_being_written_are_not_judged(tmp_path: Path) -> None:
+    for place, name in (("packs/.building-a", "pack-1.pack"), ("packs/b", "pack-2.pack")):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / name).write_bytes(b"a half")
+    assert find_bad_packs(tmp_path) == [tmp_path / "packs/b/pack-2.pack"]
 
 
 def test_an_altered_closure_pack_is_found_and_built_again(
