@@ -32,11 +32,11 @@ ENVIRONMENT_FILES_LIMIT = 1_000_000
 # as much as an image by default; environments with CUDA have 5 to 10 GiB
 ENVIRONMENT_BYTES_LIMIT = 20 * 1024**3
 
+# the end of an instance's rule about a list of tests that could not be read: it is not empty
 UNREAD_LIST = "not readable as a list of names, left empty"
-"""The end of an instance's rule about a list of tests that could not be read: it is not empty."""
 
+# owner of the mirrors of repositories in images, and the branch at the HEAD that an image has
 FROM_IMAGE, FROM_IMAGE_HEAD = "from-image", "image-head"
-"""Owner of the mirrors of repositories in images, and the branch at the HEAD that an image has."""
 
 ENVIRONMENT_KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")  # a segment of a URL's path
 

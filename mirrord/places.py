@@ -11,8 +11,8 @@ from .model import shown
 from .quoting import decode_name
 
 _SYSTEM_SOCKET = Path("/run/mirrord/mirrord.sock")
+# where docker looks for the volume driver `mirrord`
 DOCKER_SOCKET = Path("/run/docker/plugins/mirrord.sock")
-"""Where docker looks for the volume driver `mirrord`."""
 
 # In a sandbox or container, as in the images of SWE-bench.
 TESTBED = "/testbed"  # the tree
@@ -43,9 +43,9 @@ def read_workdir(text: str) -> str:
     return path
 
 
+# The format of a state directory: incremented when an older mirrord would misread it. The catalog
+# has its own revisions.
 STATE_VERSION = 1
-"""The format of a state directory: incremented when an older mirrord would misread it. The catalog
-has its own revisions."""
 
 
 def xdg_directory(name: str, otherwise: Path) -> Path:

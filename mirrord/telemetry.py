@@ -27,8 +27,8 @@ from structlog.typing import Processor
 
 from .quoting import as_utf8
 
+# the one logger: events tell lines apart, not modules
 log = structlog.get_logger()
-"""The one logger: events tell lines apart, not modules."""
 
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "json", "console"]

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 # A connection is a descriptor of the daemon, which has 65,536 (LimitNOFILE=) under systemd; where
 # there are fewer, a quarter of them is left for files.
 MAX_CONNECTIONS = 4096
+# for root, the daemon's user and administrators
 RESERVED_CONNECTIONS = 64
-"""For root, the daemon's user and administrators."""
+# of one user, including its subordinate uids
 CONNECTIONS_OF = {Role.STRANGER: 16, Role.OWNER: 256, Role.MEMBER: 1024}
-"""Of one user, including its subordinate uids."""
 # of all uids that have no rights here: many local users together keep nobody out
 ALL_STRANGERS_CONNECTIONS = 128
 

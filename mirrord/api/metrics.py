@@ -93,11 +93,11 @@ def _described() -> dict[str, Description]:
     return metrics
 
 
+# By name without prefix. The histogram of requests and metrics of the process are not in it.
 METRICS = _described()
-"""By name without prefix. The histogram of requests and metrics of the process are not in it."""
 
+# values by label value or by a tuple of label values, or one value
 Values = Mapping[Any, float] | float
-"""Values by label value or by a tuple of label values, or one value."""
 
 
 async def answer(engine: Engine, accept: str = "", *, uid: int | None = None) -> tuple[bytes, str]:

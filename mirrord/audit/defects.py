@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ..model import CommitId, FindingKind
 
+# of one git of an audit or a heal; the largest repositories take minutes
 TIMEOUT = timedelta(hours=1)
-"""Of one git of an audit or a heal; the largest repositories take minutes."""
 
 CHECKSUM_MISMATCH = "checksum mismatch"
 

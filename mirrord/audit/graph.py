@@ -12,8 +12,8 @@ from .reading import read_objects, run_git
 
 _PARENT = re.compile(rb"^parent ([0-9a-f]{40})$", re.MULTILINE)
 
+# commit to parents, for every commit that can be read
 Graph = dict[str, tuple[str, ...]]
-"""Commit to parents, for every commit that can be read."""
 
 
 def read_graph(git_dir: Path, tips: Collection[str]) -> Graph:

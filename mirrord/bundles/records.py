@@ -101,8 +101,8 @@ async def read_records(repository: Repository, commit: str) -> BundleRecords:
     return records
 
 
+# by name, datasets without rows, each with a file of checked rows for the catalog
 Spools = dict[str, tuple[DatasetHead, Path]]
-"""By name, datasets without rows, each with a file of checked rows for the catalog."""
 
 
 async def spool_datasets(scratch: Repository, commit: str | None, records: BundleRecords) -> Spools:

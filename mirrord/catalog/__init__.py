@@ -206,8 +206,8 @@ class Catalog:
             return ["the catalog's database has no room for writes; it can still be read"]
         return []
 
+    # waits for a write of another process: SQLite has one write transaction at a time
     wait_for_writer = _writes(_nothing)
-    """Wait for a write of another process: SQLite has one write transaction at a time."""
 
     put_mirror = _writes(mirrors.put_mirror)
     find_mirror = _reads(mirrors.find_mirror)

@@ -5,11 +5,11 @@ from sqlalchemy import Connection, or_, select
 from .database import insert_of, upsert
 from .schema import changes
 
+# prefix of a mirror's key in the key of its claim, and in the topic of its changes
 MIRROR = "mirror/"
-"""Prefix of a mirror's key in the key of its claim, and in the topic of its changes."""
 
+# topic: the database was restored from a backup
 RESTORED = "restored"
-"""Topic: the database was restored from a backup."""
 
 _CLOCK = ""
 

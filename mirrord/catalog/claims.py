@@ -16,8 +16,8 @@ from .clock import clock_ms, to_ms
 from .database import insert_of, lock
 from .schema import Claim, HeldClaim, claims
 
+# prefix of a mirror's key in the claim to repair its newest generation in the store
 REPAIR = "repair/"
-"""Prefix of a mirror's key in the claim to repair its newest generation in the store."""
 
 _is_held = and_(claims.c.node.is_not(None), claims.c.expires_ms > clock_ms())
 

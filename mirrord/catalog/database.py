@@ -42,10 +42,10 @@ class Mode(Enum):
     """How a SQLite file is opened."""
 
     SHARED = auto()
+    # WAL with its index in memory: no `-shm`, one connection at a time, no other process
     ALONE = auto()
-    """WAL with its index in memory: no `-shm`, one connection at a time, no other process."""
+    # Read-only without WAL. Only if there is no `-wal` file, because it would not be read.
     FROZEN = auto()
-    """Read-only without WAL. Only if there is no `-wal` file, because it would not be read."""
 
 
 # FULL: with NORMAL a power cut loses the last commits of a WAL. SQLite enforces no foreign key

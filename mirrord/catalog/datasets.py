@@ -22,8 +22,8 @@ from .mirrors import in_batches
 from .needs import forget_unneeded
 from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins, recorded
 
+# key of a reason why all commits of a mirror have no pin
 ALL_COMMITS = "*"
-"""Key of a reason why all commits of a mirror have no pin."""
 
 _NO_BRANCH = "the mirror has no such branch, tag or commit; a sync that brings it pins its commit"
 _NOT_YET = "it has not been pinned yet; import the dataset again"
@@ -37,14 +37,14 @@ _PINNED = exists().where(
     pins.c.commit_id == recorded.c.commit_id,
     pins.c.owner == "dataset/" + datasets.c.name,
 )
+# the dataset has no pin of the commit that it records
 _UNPINNED = ~_PINNED.correlate(recorded, datasets)
-"""The dataset has no pin of the commit that it records."""
 
 _RECORDED_BY_INSTANCE = and_(
     recorded.c.dataset_id == instances.c.dataset_id, recorded.c.instance_id == instances.c.id
 )
+# the mirror lacks the branch that has the instance's base commit
 _UNRESOLVED = instances.c.base_commit == sa.literal_column("''")  # as in the partial index
-"""The mirror lacks the branch that has the instance's base commit."""
 
 
 def of_dataset(dataset: str | None, *columns: Any, of: sa.Table = instances) -> sa.Select[Any]:
@@ -328,12 +328,12 @@ def _read_instances(
         )
 
 
+# columns of `instances` that an InstanceRow has unconverted
 PLAIN_COLUMNS = (
     *("id", "revision", "environment", "python_version", "version", "created_at"),
     "install_config",
     "workdir",
 )
-"""Columns of `instances` that an InstanceRow has unconverted."""
 
 
 class Servable(StrEnum):

@@ -17,8 +17,8 @@ from .schema import MirrorRow, PinRow, claims, datasets, judgements, mirrors, pi
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
+# prefix of a mirror's key in the topic of changes of its pins
 PINS = "pins/"
-"""Prefix of a mirror's key in the topic of changes of its pins."""
 
 
 def in_batches(values: Iterable[T]) -> Iterator[list[T]]:

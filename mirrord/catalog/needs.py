@@ -11,8 +11,8 @@ from ..model import CommitId, CommitRole
 from .mirrors import in_batches
 from .schema import Composition, Module, datasets, instances, needs, recorded
 
+# by the key of a mirror, and a base commit
 Compositions = Mapping[tuple[str, CommitId], Composition]
-"""By the key of a mirror, and a base commit."""
 
 
 def find_composition(connection: Connection, key: str, commit: CommitId) -> Composition | None:

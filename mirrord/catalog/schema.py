@@ -64,10 +64,10 @@ class Name(sa.TypeDecorator[str]):
 _cascade = partial(sa.ForeignKey, ondelete="CASCADE")
 metadata = sa.MetaData()
 
+# Alembic's own table. Not part of `metadata`, because migrations do not make it.
 version = sa.Table(
     "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True)
 )
-"""Alembic's own table. Not part of `metadata`, because migrations do not make it."""
 
 mirrors = sa.Table(
     "mirrors",

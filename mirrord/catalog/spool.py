@@ -28,12 +28,13 @@ from .mirrors import in_batches
 from .needs import Compositions, put_compositions
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 
+# by mirror key, the commits of revisions
 Found = Mapping[str, Mapping[str, CommitId]]
-"""By mirror key, the commits of revisions."""
 DigestedRow = tuple[bytes, InstanceRow]
 
 
 # Digests are computed from lines: neither names nor order may change.
+# the member of a line for each field of a row
 _MEMBERS = {
     "id": "id", "mirror": "mirror", "base_commit": "base", "direction": "direction",
     "commits": "commits", "patch": "patch", "test_patch": "test_patch", "fail_to_pass": "fail",
@@ -42,7 +43,6 @@ _MEMBERS = {
     "history": "history", "install_config": "install", "workdir": "workdir",
     "rules": "rules",
 }  # fmt: skip
-"""The member of a line for each field of a row."""
 
 
 def encode_row(row: InstanceRow) -> bytes:

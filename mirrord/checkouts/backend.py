@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # workers load this module, and need neither leases nor setti
     from .lease import Directories, Lease
     from .leases import Leases
 
+# lists the paths that may differ; picklable, because it runs in a worker
 ChangedPaths = Callable[[], list[bytes]]
-"""Lists the paths that may differ; picklable, because it runs in a worker."""
 
 
 class CheckoutBackend(Protocol):

@@ -21,8 +21,8 @@ from .output import ago, cell, count, cut, seconds, size, styled, table
 from .session import Session, as_json, print_line
 from .waiting import amount
 
+# a line and its style, as of `styled`
 Line = tuple[str, str]
-"""A line and its style, as of `styled`."""
 _BOLD, _RED = "1", "31"
 # a shorter pause shows nothing that a person can read, and each picture is a request
 _INTERVAL_MIN = timedelta(milliseconds=100)

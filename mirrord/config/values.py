@@ -214,8 +214,8 @@ AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 
 UrlTemplate = Annotated[str, AfterValidator(_url_template)]
 
+# marks a setting that is read only at start, so that a reload refuses its change
 Restart = object()
-"""Marks a setting that is read only at start, so that a reload refuses its change."""
 
 
 def did_you_mean(wrong: str, words: Sequence[str], otherwise: Sequence[str] = ()) -> str:

@@ -11,11 +11,11 @@ from typing import NamedTuple, Protocol
 
 from ..jsontext import DEPTH_MAX
 
+# longer than any published row (168 MB)
 ELEMENT_LIMIT_BYTES = 256 * 1024**2
-"""Longer than any published row (168 MB)."""
 
+# a row may be nested as deep as other JSON that mirrord reads
 DEPTH_LIMIT = DEPTH_MAX
-"""A row may be nested as deep as other JSON that mirrord reads."""
 
 # doubled for a long element, so that its beginning is scanned twice at most
 _CHUNK_BYTES = 256 * 1024

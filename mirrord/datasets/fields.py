@@ -34,11 +34,11 @@ _FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 _NAME = r"(?!-|/|.*(?:\.\.|@\{|//|\.lock$))[^\s~^:?*\[\\\x00-\x20\x7f]+"
 _REVISION = re.compile(rf"{_NAME}(?:[~^][0-9]{{0,9}})*")  # a branch, tag or commit, and steps back
 _REVISION_LENGTH = 250
+# What pandas and `str` write for a missing value. Only an id can be one of these words.
 NO_VALUE = frozenset(("nan", "NaN", "None", "null", "NULL", "NaT", "<NA>"))
-"""What pandas and `str` write for a missing value. Only an id can be one of these words."""
 OWNERS = ("user", "owner", "org", "organization")
+# columns that have the owner of a repository that is a name alone
 URLS = ("github_url", "repo_url", "github", "html_url")
-"""Columns that have the owner of a repository that is a name alone."""
 PLACE = re.compile(r"\{([^{}]*)\}")
 # of a row's steps of installation; longer ones are left out, with a note
 _INSTALL_BYTES = 64 * 1024
@@ -90,6 +90,7 @@ _SELF_NAMED = (
     *("patch", "test_patch", "direction", "history", "python_version", "version", "created_at"),
     *("install_config", "log_parser", "workdir"),
 )
+# all fields, with their columns in SWE-bench's family
 STANDARD = Columns(
     {
         **{name: (name,) for name in _SELF_NAMED},
@@ -107,7 +108,6 @@ STANDARD = Columns(
     },
     {},
 )
-"""All fields, with their columns in SWE-bench's family."""
 
 
 def find_value(row: RawFields, path: str) -> Any:

@@ -307,8 +307,8 @@ _UNWRAPPED |= {
     *URLS,
 }
 
+# all columns that a format reads or is detected by; other columns of Parquet are not read
 COLUMNS = frozenset(_UNWRAPPED.union(*(each.columns.names() for each in FORMATS)))
-"""All columns that a format reads or is detected by; other columns of Parquet are not read."""
 
 
 def format_infos() -> list[FormatInfo]:

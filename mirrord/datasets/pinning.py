@@ -228,8 +228,8 @@ async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:
 
 _FILE = "pins-before.json"
 
+# mirror key and commit of each pin
 PinKeys = frozenset[tuple[str, str]]
-"""Mirror key and commit of each pin."""
 
 
 def pin_key(row: PinRow) -> tuple[str, str]:

@@ -25,8 +25,8 @@ from .parquet import iter_parquet
 from .rows import FAULT, ORIGIN, Origin, RawRow, refused
 
 UNPACKED_FREE_BYTES = 256 * 1024**2
+# datasets shrink to about a tenth; a file that shrinks more than this is a decompression bomb
 UNPACKED_RATIO = 64
-"""Datasets shrink to about a tenth; a file that shrinks more than this is a decompression bomb."""
 # whatever its ratio: a larger file is refused with 400 `invalid-dataset`
 UNPACKED_LIMIT_BYTES = 64 * 1024**3
 

@@ -24,10 +24,10 @@ from .hosts import Hosts
 from .readers import iter_rows
 from .rows import Origin, RawRow
 
+# faults that are listed; all are counted
 FAULTS_KEPT = 1000
-"""Faults that are listed; all are counted."""
+# the format is chosen by the first rows
 _SAMPLE_ROWS = 20
-"""The format is chosen by the first rows."""
 _NO_OBJECT = "it is not an object"
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from ..errors import InvalidDatasetError
 from ..model import shown
 
+# members of a row that `mirrord` wrote itself (`row_line`)
 ORIGIN, FAULT = "mirrord:origin", "mirrord:fault"
-"""Members of a row that `mirrord` wrote itself (`row_line`)."""
 _HINT = "give a file of JSON lines, a JSON array of rows, or Parquet"
 
 

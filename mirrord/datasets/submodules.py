@@ -31,17 +31,17 @@ from ..protocol import ProgressSink
 from ..telemetry import log, mask_url
 from .pinning import PinOutcome, pin_all
 
+# submodules within submodules
 DEPTH_LIMIT = 8
-"""Submodules within submodules."""
+# submodules of one commit, those within others included
 COUNT_LIMIT = 200
-"""Submodules of one commit, those within others included."""
 # it becomes a path below .git/modules
 _NAME = re.compile(r"(?!-|/)(?!.*(?:^|/)\.{0,2}(?:/|$))(?!.*\.git(?:/|$))[^\x00-\x1f\\:]{1,200}")
 _TIMEOUT = timedelta(minutes=30)
 _BATCH = 50  # mirrors that one call of a worker reads
 _ABSENT = "it is not here, and an import of the data set would ask for it"
+# the key of a mirror, and a base commit
 Key = tuple[str, CommitId]
-"""The key of a mirror, and a base commit."""
 
 
 class _Wanted(NamedTuple):

@@ -61,6 +61,7 @@ def unwrap_pro(row: RawFields, note: Note) -> RawFields:
     return {**plain, "gold_commits": gold}
 
 
+# rows have the name without its owner
 _R2E_REPOSITORIES = {
     repo.partition("/")[2].lower(): repo
     for repo in (
@@ -69,7 +70,6 @@ _R2E_REPOSITORIES = {
         *("scrapy/scrapy", "statsmodels/statsmodels", "sympy/sympy", "tornadoweb/tornado"),
     )
 }
-"""Rows have the name without its owner."""
 
 _MARKS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
 

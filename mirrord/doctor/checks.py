@@ -11,8 +11,8 @@ from ..errors import ResourceError
 from ..host.processes import search_path
 
 Verdict = Literal["ok", "warn", "fail"]
+# a verdict, the fact behind it, and a remedy unless it is ok
 Result = tuple[Verdict, str, str]
-"""A verdict, the fact behind it, and a remedy unless it is ok."""
 
 
 class HostStep(NamedTuple):

@@ -39,6 +39,7 @@ def scratch(settings: Settings) -> Iterator[Path]:
 # -- by type and mount ----------------------------------------------------------------------------
 
 
+# file systems with problems that trials do not show
 _UNSUITABLE = {
     **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "9p", "afs"), _REMOTE),
     **dict.fromkeys(("lustre", "ceph", "gpfs", "beegfs"), f"{_REMOTE}; Unix sockets hang on some"),
@@ -46,7 +47,6 @@ _UNSUITABLE = {
     **dict.fromkeys(("tmpfs", "ramfs"), "a reboot empties it, and it uses memory"),
     "overlay": "it is removed with its container, and checkouts on it cannot be overlays",
 }
-"""File systems with problems that trials do not show."""
 
 
 def file_system(settings: Settings) -> Result:

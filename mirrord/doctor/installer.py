@@ -20,11 +20,11 @@ from .checks import HostStep, run
 from .units import NAMES, PLACES, RUNNING
 
 _PACKAGE = Path(__file__).parents[1]
+# has `systemd/` and `config.toml`, in a wheel or in the source
 SHARE = next(
     (each for each in (_PACKAGE / "share", _PACKAGE.parent) if (each / "systemd").is_dir()),
     _PACKAGE,
 )
-"""Has `systemd/` and `config.toml`, in a wheel or in the source."""
 
 UNITS = Path("/etc/systemd/system")
 CONFIG = Path("/etc/mirrord/config.toml")

@@ -36,10 +36,10 @@ _NAMES = {
     *("version", "state_dir", "config_path", "at", "timestamp", "reasons", "default_branch"),
     *("fact", "remedy", "verdict", "last_error", "path", "directory", "applied", "refused"),
 }
+# prefixes of events whose `detail` quotes no row
 _EVENTS_WITH_DETAIL = (
     *("mirror.", "config.", "daemon.", "disk.", "backend.", "overlay.", "removal.", "catalog."),
 )
-"""Prefixes of events whose `detail` quotes no row."""
 _FRAME = re.compile(r'\s*File "[^"\n]*", line \d+, in \S+|\s*Traceback \(most recent call last\):')
 _RAISED = re.compile(r"(?P<kind>[A-Za-z_][\w.]*(?:Error|Exception|Warning|Interrupt|Exit))\b")
 

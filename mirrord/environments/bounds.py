@@ -18,10 +18,9 @@ from ..sandbox.box import Started
 # between two looks at the processes; what starts and ends in between costs nothing to miss
 _LOOK_S = 2.0
 _MEASURE_S = 30.0  # a walk over an environment of 100,000 files takes half a second
+# For a process whose parent has ended. It may hold the output that uv reads to its end, and no
+# command of a build needs a process of an earlier one: each has a sandbox of its own.
 _ORPHAN_S = 20.0
-"""For a process whose parent has ended. It may hold the output that uv reads to its end, and no
-command of a build needs a process of an earlier one: each has a sandbox of its own.
-"""
 
 
 class BuildBounds:

@@ -35,10 +35,9 @@ from .bounds import BuildBounds
 from .steps import Order, box_of, steps_of
 
 USER = "mirrord-build"
+# for a host without that user: neither of people nor handed out by systemd (of 60706 to 61183, says
+# its UIDS-GIDS), but an ordinary one, to which the mount service gives checkouts
 UID = 60815
-"""For a host without that user: neither of people nor handed out by systemd (of 60706 to 61183,
-says its UIDS-GIDS), but an ordinary one, to which the mount service gives checkouts.
-"""
 # of a whole build; then it is ended, and fails with that reason
 TIMEOUT = timedelta(hours=1)
 

@@ -23,8 +23,8 @@ _TIMEOUT_S = 120.0  # a cold start of Python and pytest takes seconds on a slow 
 _AT_ONCE = 2
 
 
+# a file as it is named, and after all links; relative to the tree, or absolute
 ModulePlace = list[str]
-"""A file as it is named, and after all links; relative to the tree, or absolute."""
 
 
 class ProbeAnswer(NamedTuple):

@@ -17,8 +17,8 @@ from ..model import ENVIRONMENT_KEY, MirrorName, shown
 from ..protocol import MalformedError, Recipe, canonical
 from ..testlogs import find_parser
 
+# returns the text of a file of the tree, or None
 ReadFile = Callable[[str], str | None]
-"""Returns the text of a file of the tree, or None."""
 
 NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 FILE = "-r "
@@ -26,8 +26,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 # a recipe with more lines, or with a longer one, is refused
 _LINES, _CHARACTERS = 2000, 20_000
 
+# what the projects' own runners are made of, besides the program in the test command
 RUNNERS = {"sympy/sympy": ["sympy/testing/runtests.py", "sympy/utilities/runtests.py"]}
-"""What the projects' own runners are made of, besides the program in the test command."""
 
 
 def digest_of(recipe: Recipe) -> str:

@@ -16,8 +16,8 @@ from .recipes import FILE, NAME, ReadFile, alternatives, checked, is_inside
 _DEEP = 8
 
 
+# withdrawn from PyPI; SWE-bench's scripts replace them too
 _RENAMED = {"types-pkg_resources": "types-setuptools", "types-pkg-resources": "types-setuptools"}
-"""Withdrawn from PyPI; SWE-bench's scripts replace them too."""
 
 
 def reads_tree(recipe: Recipe) -> bool:
@@ -75,12 +75,12 @@ def _conda_file(text: str, path: str) -> Iterator[str]:
             yield from _pip_file("\n".join(map(str, entry["pip"])), path, lambda _: None, 0)
 
 
+# programs and libraries that conda has and PyPI does not
 _CONDA_ONLY = {
     *("cudatoolkit", "ffmpeg", "gcc", "gfortran", "git", "graphviz", "gxx", "hdf5", "imagemagick"),
     *("libgdal", "libnetcdf", "make", "mkl", "nodejs", "openblas", "pandoc", "proj", "r-base"),
     *("compilers", "c-compiler", "cxx-compiler", "fortran-compiler"),
 }
-"""Programs and libraries that conda has and PyPI does not."""
 _CONDA_ITSELF = {"python", "pip", "conda", "nomkl"}
 
 

@@ -25,12 +25,12 @@ _FILES = "MAP_REPO_TO_REQS_PATHS"
 
 _CONDA_FILES = "MAP_REPO_TO_ENV_YML_PATHS"
 
+# for rows that only say which Python they run on
 _DEFAULT_SPEC = {
     "pip_packages": ["pytest"],
     "install": "python -m pip install -e .",
     "test_cmd": "pytest -rA",
 }
-"""For rows that only say which Python they run on."""
 
 _ASSIGNMENT = re.compile(r"\w+=\S*$")
 
@@ -70,6 +70,7 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
     return replace(recipe_of_spec(key_of(row), spec), index_date=date, runner=runner)
 
 
+# where a format's images are, for rows that do not name a whole one
 IMAGES = {
     "swe-bench": "swebench/sweb.eval.{arch}.{id_1776}",
     "swe-bench-multilingual": "swebench/sweb.eval.{arch}.{id_1776}",
@@ -77,7 +78,6 @@ IMAGES = {
     "gso": "slimshetty/gso:gso.eval.{arch}.{id}",
     "multi-swe-bench": "mswebench/{owner}_m_{name}:pr-{number}",
 }
-"""Where a format's images are, for rows that do not name a whole one."""
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _PLAIN = "{image}"

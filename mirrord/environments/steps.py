@@ -15,8 +15,8 @@ _INDEX = "/opt/index"  # where a directory of packages is shown, which may be be
 _PYTHON = f"{ENVIRONMENT}/bin/python"
 _PROGRAM, _INPUT = "/run/program.py", "/run/input"
 _CACHE = f"{SANDBOX_HOME}/.cache"
+# as old as conda's: later ones lack `setup.py develop` and `pkg_resources`
 _SEEDS = ("pip<25.3", "setuptools<81", "wheel")
-"""As old as conda's: later ones lack `setup.py develop` and `pkg_resources`."""
 _CONFIGURATION = "/etc/uv/uv.toml"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # instead of those that uv and pip bring
 

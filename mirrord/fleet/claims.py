@@ -18,8 +18,8 @@ from ..errors import CatalogUnavailableError, ConflictError, MirrordError
 from ..telemetry import log
 from ..units import Backoff
 
+# of a claim that is not renewed: how long the work of a dead daemon waits, and a little
 CLAIM_TTL = timedelta(seconds=20)
-"""Of a claim that is not renewed: how long the work of a dead daemon waits, and a little."""
 # three renewals may fail before CLAIM_TTL ends the claim
 RENEWAL_INTERVAL = timedelta(seconds=5)
 _WAIT_PAUSES = timedelta(seconds=0.5), timedelta(seconds=5)  # for a claim of another daemon

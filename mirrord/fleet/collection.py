@@ -16,8 +16,8 @@ from ..model import MirrorName
 from .generations import index_key, list_published, manifest_key, pack_key, prefix_of, read_manifest
 from .objects import ObjectStore
 
+# followers, and a catalog restored from a backup, may need an older generation for a while
 _GRACE = timedelta(days=1)
-"""Followers, and a catalog restored from a backup, may need an older generation for a while."""
 
 
 class Collected(NamedTuple):

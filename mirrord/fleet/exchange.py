@@ -43,10 +43,10 @@ from .generations import (
 )
 from .objects import Blob, ObjectStore
 
+# make a generation the newest one in the catalog; False where it may not be
 Accept = Callable[[Generation], Awaitable[bool]]
-"""Make a generation the newest one in the catalog; False where it may not be."""
+# write what the catalog knows into an object directory; return the ref that names it
 RecordWriter = Callable[[Path], Awaitable[Refs]]
-"""Write what the catalog knows into an object directory; return the ref that names it."""
 
 
 async def record_nothing(_: Path) -> Refs:

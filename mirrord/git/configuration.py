@@ -64,8 +64,8 @@ _SAFE: tuple[tuple[str, str], ...] = (
     ("fetch.fsckObjects", "true"),
 )
 
+# options of git: both files are optional, and each can hide that an object is missing
 UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
-"""Options of git: both files are optional, and each can hide that an object is missing."""
 
 _CONFIGURATION = (*_SAFE, *FETCH)
 
@@ -115,11 +115,11 @@ class Remote:
         return scheme.lower() == "ssh" if colon else not self.url.startswith("/")
 
 
+# how this machine reaches the network
 _PASSED_ON = (
     "SSH_AUTH_SOCK", "GIT_SSL_CAINFO", "GIT_SSL_CAPATH", "http_proxy", "https_proxy", "all_proxy",
     "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""How this machine reaches the network."""
 
 # Debian's git is linked with GnuTLS, and reads neither variable of OpenSSL
 _OPENSSL_NAMES = {"SSL_CERT_FILE": "GIT_SSL_CAINFO", "SSL_CERT_DIR": "GIT_SSL_CAPATH"}

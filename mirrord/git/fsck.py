@@ -25,6 +25,7 @@ class Severity(StrEnum):
     REFUSED = "refused"
 
 
+# By fsck's name (2.39). Others mean that git cannot read the object: it is no part of a mirror.
 RULES = {
     **dict.fromkeys(
         (
@@ -53,11 +54,10 @@ RULES = {
         Severity.REFUSED,
     ),
 }  # fmt: skip
-"""By fsck's name (2.39). Others mean that git cannot read the object: it is no part of a mirror."""
 
 FETCH = tuple((f"fetch.fsck.{name}", "ignore") for name in RULES)
+# for `git index-pack`, which does not read `fetch.fsck.*`
 STRICT = "--strict=" + ",".join(f"{name}=ignore" for name in RULES)
-"""For `git index-pack`, which does not read `fetch.fsck.*`."""
 
 
 class Blemish(NamedTuple):

@@ -18,8 +18,8 @@ _POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]{1,200}\n)*"
     rb"oid sha256:([0-9a-f]{64})\nsize (\d{1,18})\n"
 )
+# git-lfs takes longer files for no pointer
 POINTER_BYTES = 1024
-"""git-lfs takes longer files for no pointer."""
 OBJECTS, RECORDS = "lfs/objects", "lfs/objects.txt"
 _OID = re.compile(r"[0-9a-f]{64}")
 
@@ -154,10 +154,10 @@ _SMUDGE = _BEGIN + (
     "fi\n"
     'rm -f "$t"\n'
 )
+# the settings `filter.lfs.*` of a checkout that has objects
 FILTER = {"clean": _CLEAN, "smudge": _SMUDGE, "required": "false"}
-"""The settings `filter.lfs.*` of a checkout that has objects."""
+# of one that has none: git-lfs would ask a server, and `required` makes its failure git's
 NO_FILTER = {"clean": "", "smudge": "", "process": "", "required": "false"}
-"""Of one that has none: git-lfs would ask a server, and `required` makes its failure git's."""
 
 
 def filter_config(settings: dict[str, str]) -> bytes:

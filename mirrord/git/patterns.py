@@ -266,8 +266,8 @@ def _byte(glob: bytes, position: int) -> int:
 
 # -- attributes ------------------------------------------------------------------------------------
 
+# True is set, False unset, a string a value, None unspecified
 State = bool | str | None
-"""True is set, False unset, a string a value, None unspecified."""
 _States = list[tuple[str, State]]
 
 # git ignores longer lines of .gitattributes (ATTR_MAX_LINE_LENGTH, since 2.38.3)

@@ -10,10 +10,10 @@ from .. import errors
 from ..model import shown
 from .configuration import Remote
 
+# lines that -v adds
 TRACE = re.compile(
     r"debug1: |OpenSSH_\d|Authenticated to |Authenticating to |Transferred: |Bytes per second: "
 )
-"""Lines that -v adds."""
 _HOST_KEY = re.compile(r"debug1: Server host key: (\S+ SHA256:[A-Za-z0-9+/]{20,60})")
 _MISSING = re.compile(r"(?m)^(?:error: cannot run ssh|.*\bssh: (?:command )?not found)")
 

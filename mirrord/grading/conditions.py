@@ -172,6 +172,7 @@ def _test_added(change: Change, context: Context) -> str | None:
     return "" if change.old is None and change.mode is not None and is_test(change.path) else None
 
 
+# by the names that rules use: `_code_adds` is `code-adds`
 CONDITIONS: dict[str, Callable[..., str | None]] = {
     condition.__name__.strip("_").replace("_", "-"): condition
     for condition in (
@@ -180,4 +181,3 @@ CONDITIONS: dict[str, Callable[..., str | None]] = {
         *(takes_name, _test_added, _test_edited, _test_removed, _test_weakened),
     )
 }
-"""By the names that rules use: `_code_adds` is `code-adds`."""

@@ -48,8 +48,8 @@ class Context:
     changes: Mapping[bytes, Change]
     tests: InstanceTests
     file_bytes: int
+    # a cache by path, of what `names.py` says: several conditions ask
     modules: dict[bytes, list[str]] = field(default_factory=dict)
-    """A cache by path, of what `names.py` says: several conditions ask."""
 
     def before(self, change: Change) -> bytes:
         """Return the bytes at the base commit; empty if there was no file."""

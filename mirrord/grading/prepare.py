@@ -221,8 +221,8 @@ def _content(objects: Objects, entry: TreeEntry) -> bytes:
     return b"" if entry.is_submodule else objects.read_blob(entry.oid)
 
 
+# a cache by mirror, tree, digest of the patch and restored files: many changes have the same
 _tests_cache: OrderedDict[tuple[Path, str, bytes, tuple[bytes, ...]], InstanceTests] = OrderedDict()
-"""A cache by mirror, tree, digest of the patch and restored files: many changes have the same."""
 
 
 _CACHED = 16

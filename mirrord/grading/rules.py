@@ -289,8 +289,8 @@ def expression(pattern: str) -> bytes:
 # that obstructs a path that is restored to the base, such as a file in the place of its directory,
 # is dropped with it.
 
+# findings of one rule in an answer; further ones are counted
 NAMED = 100
-"""Findings of one rule in an answer; further ones are counted."""
 
 Action = Literal["applied", "dropped", "restored", "left", "refused"]
 ACTIONS: dict[Policy, Action] = {

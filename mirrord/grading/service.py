@@ -38,8 +38,8 @@ from .trust import split
 
 C = TypeVar("C", Policy, SteeringKind)
 
+# the snapshot of every grade: the base with the change and the tests, as it was made
 GRADED = "graded"
-"""The snapshot of every grade: the base with the change and the tests, as it was made."""
 
 # from a request for a grade to one for a checkout
 _COPIED = ("backend", "ttl", "owner", "bind", "attach", "sandbox")

@@ -26,8 +26,8 @@ FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_C
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
+# the errno of `open_plain` for a pipe or a device
 NOT_PLAIN = errno.EINVAL
-"""The errno of `open_plain` for a pipe or a device."""
 
 _FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
 # linux/fs.h, on machines of 64 bits

@@ -36,8 +36,8 @@ _AT_FDCWD, _AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 429, 430, 431, 432
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture
 
+# decides which features of overlayfs are used: older kernels reject them late, with EINVAL
 KERNEL = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
-"""Decides which features of overlayfs are used: older kernels reject them late, with EINVAL."""
 
 # mounts of ours on top of each other at one place; more mean that something mounts in a loop
 _STACKED_MAX = 8

@@ -21,17 +21,17 @@ from .files import opened
 from .processes import Owner, die_with_parent
 
 PROBE_LAYER = ".probe"
+# clients write below these, so they are mounted `nosuid,nodev`
 BOUND = ("checkouts", "leases")
-"""Clients write below these, so they are mounted `nosuid,nodev`."""
+# the directory for idmapped templates, used before Linux 6.15
 IDMAPS = "idmaps"
-"""The directory for idmapped templates, used before Linux 6.15."""
+# the directory for `followers.py`, used in a user namespace
 FOLLOWERS = "followers"
-"""The directory for `followers.py`, used in a user namespace."""
 # of the mount service's socket; a request names a few dozen directories
 MESSAGE_MAX_BYTES = 64 * 1024
 _CLONE_NEWUSER = 0x10000000  # linux/sched.h
+# the mount points in a checkout's directory
 TREE, ENVIRONMENT = TARGETS = (Target.TREE, Target.ENVIRONMENT)
-"""The mount points in a checkout's directory."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

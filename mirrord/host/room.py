@@ -108,5 +108,5 @@ class Room:
             return space
 
 
+# has no reserve
 UNBOUNDED = Room(Path("/"), lambda: 0)
-"""Has no reserve."""

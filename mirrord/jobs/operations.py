@@ -63,8 +63,8 @@ class _Tracked:
         return replace(self.operation, progress=self.progress)
 
 
+# returns the result of its operation: a message or JSON values
 Work = Callable[[ProgressSink], Awaitable[object]]
-"""Returns the result of its operation: a message or JSON values."""
 
 
 # ended operations, in memory; the oldest go first

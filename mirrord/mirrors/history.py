@@ -26,8 +26,8 @@ from ..quoting import decode_name, encode_name
 from .refs import classify, compare, followed_refs, is_followed, summarise
 from .repository import HISTORY, KEPT, Refs, Repository
 
+# the subject of a first record whose predecessors were lost and in no bundle
 RESTARTED = "begun anew by a heal"
-"""The subject of a first record whose predecessors were lost and in no bundle."""
 # a record a minute for two years
 EVERY_RECORD = 1_000_000
 # as in git's reflogs and hooks, for a ref that was deleted

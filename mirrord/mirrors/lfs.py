@@ -40,8 +40,8 @@ from .upstreams.upstream import Upstream, parse_upstream
 _TIMEOUT = timedelta(hours=24)
 # git-lfs ends with a summary; its lines with a cause come before
 _CAUSE = re.compile(r"error transferring|\[[45]\d\d\]|batch re|missing", re.IGNORECASE)
+# pointers in one directory of the commit
 _DIRECTORY_MAX = 1000
-"""Pointers in one directory of the commit."""
 _LIST = "objects.txt"
 
 
@@ -216,8 +216,8 @@ async def fetch_again(
 
 # -- in bundles ------------------------------------------------------------------------------------
 
+# below it the ref of a commit with the objects of a mirror as files, named by their sha256
 IN_BUNDLE = "refs/mirrord/lfs/"
-"""Below it the ref of a commit with the objects of a mirror as files, named by their sha256."""
 
 
 async def write_objects(repository: Repository, objects: Path) -> Refs:

@@ -24,8 +24,8 @@ from .refs import Moves, commit, recover
 from .repository import Repository
 from .upstreams.upstream import find_bad
 
+# the reason of a pin that the catalog lacked, after a crash or with an older catalog
 ADOPTED = "found in the mirror"
-"""The reason of a pin that the catalog lacked, after a crash or with an older catalog."""
 
 
 def is_sole_record(row: PinRow) -> bool:

@@ -178,8 +178,8 @@ async def classify(
 # it. git refuses to move a ref to a missing object.
 
 JOURNAL = "mirrord-transaction"
+# ref to (old, new); None stands for absent
 Moves = dict[str, tuple[str | None, str | None]]
-"""Ref to (old, new); None stands for absent."""
 
 
 def journal_text(moves: Moves, head: str | None = None) -> str:

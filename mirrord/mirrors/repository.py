@@ -28,8 +28,8 @@ KEPT = "refs/mirrord/kept/"
 PINS = "refs/mirrord/pins/"
 INCOMING = "refs/mirrord/incoming/"
 
+# full ref name to object id
 Refs = dict[str, str]
-"""Full ref name to object id."""
 
 _CONTENT = (
     "HEAD", "packed-refs", "refs/*/**/*", "worktrees/*", "*/[0-9a-f][0-9a-f]/*", "**/pack-*",
@@ -200,6 +200,7 @@ def _find_fault(git_dir: Path) -> str | None:
     return f"its configuration was changed: {changed}" if changed else None
 
 
+# the whole configuration of every mirror; much of it protects from git run by hand
 CONFIGURATION = """\
 [core]
 	repositoryformatversion = 0
@@ -215,7 +216,6 @@ CONFIGURATION = """\
 [transfer]
 	hideRefs = refs/mirrord
 """
-"""The whole configuration of every mirror; much of it protects from git run by hand."""
 
 
 def changed_settings(config: Path) -> str:

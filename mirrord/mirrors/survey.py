@@ -12,8 +12,8 @@ from .repository import INCOMING, read_refs_of
 
 SURVEY_BATCH = 100  # mirrors in one call of a worker
 
+# owner and commit of each pin of a mirror
 OwnedCommits = set[tuple[str, CommitId]]
-"""Owner and commit of each pin of a mirror."""
 
 
 def survey(git_dirs: Sequence[Path]) -> list[OwnedCommits | None]:

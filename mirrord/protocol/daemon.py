@@ -21,8 +21,8 @@ from .mirrors import (
     RefFault,
 )
 
+# the note of an operation that has not started
 QUEUED = "waiting for its turn"
-"""The note of an operation that has not started."""
 
 
 class Progress(Answer):
@@ -137,6 +137,7 @@ class Prewarmed(Answer):
     left: int = 0
 
 
+# The result of each kind of operation. `mirror.maintain` has none.
 RESULTS: dict[str, type[Answer]] = {
     "mirror.add": Synced,
     "mirror.sync": Synced,
@@ -153,7 +154,6 @@ RESULTS: dict[str, type[Answer]] = {
     "environment.build": BuildReport,
     "environment.import": BuildReport,
 }
-"""The result of each kind of operation. `mirror.maintain` has none."""
 
 
 class Operation(Answer):

@@ -23,17 +23,17 @@ from ..quoting import quote_name
 _BOM = b"\xef\xbb\xbf"
 # tells JSON lines from one document, whose first line may be long
 _HEAD_BYTES = 1024**2
+# SWE-bench, Multi-SWE-bench, SWE-bench Pro, OpenHands, its archives
 _PATCHES = ("model_patch", "fix_patch", "patch", "test_result.git_patch", "git_patch")
-"""SWE-bench, Multi-SWE-bench, SWE-bench Pro, OpenHands, its archives."""
 _MODELS = ("model_name_or_path", "prefix", "metadata.llm_config.model", "model")
 _NAMES = {"instance_id", "test_result", *_PATCHES}
 _NO_PATCH = {word.encode() for word in NO_VALUE}
 _ROW_BYTES = 64 * 1024**2
 _SUFFIXES = {".patch", ".diff"}
+# files of mini-swe-agent, SWE-agent and Agentless, and OpenHands in their own directories
 _COLLECTED = ("preds.json", "all_preds.jsonl", "predictions.jsonl", "output.jsonl")
-"""Files of mini-swe-agent, SWE-agent and Agentless, and OpenHands in their own directories."""
+# names of patches that stand in a directory named after the instance
 _UNNAMED = {"patch", "model", "model_patch", "fix"}
-"""Names of patches that stand in a directory named after the instance."""
 # as in preds.json of mini-swe-agent: an object of objects
 _OBJECT_BY_ID = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
 

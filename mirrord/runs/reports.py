@@ -48,8 +48,8 @@ class RunReport(ABC, Generic[R]):
     noun: ClassVar[str]
     template: ClassVar[str]
     suffixes: ClassVar[set[str]] = PAGES
+    # the tone (good, bad or other) and the meaning of each result
     results: ClassVar[Mapping[StrEnum, tuple[str, str]]]
-    """The tone (good, bad or other) and the meaning of each result."""
 
     def __init__(
         self, paths: Iterable[Path], dataset: str | None, total: int, lines: BinaryIO | None = None

@@ -16,10 +16,10 @@ from typing import BinaryIO
 
 from ..errors import LimitReachedError, UsageError
 
+# as much as a sandbox has in memory of its own
 DOWNLOAD_BYTES = 4 * 1024**3
-"""As much as a sandbox has in memory of its own."""
+# of all kinds; the trees of known data sets have less than a tenth
 DOWNLOAD_FILES = 1_000_000
-"""Of all kinds; the trees of known data sets have less than a tenth."""
 DOWNLOAD_DEPTH = 256
 _BLOCK = tarfile.BLOCKSIZE
 # members that contradict each other: one name twice, a file as a directory, no directory

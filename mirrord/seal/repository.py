@@ -26,10 +26,10 @@ from ..quoting import decode_name
 
 # of one git; the repository may be as large as its mirror
 TIMEOUT = timedelta(hours=1)
+# shorter files are ignored: a coding line, one import, a line feed
 TRIVIAL_BYTES = 64
-"""Shorter files are ignored: a coding line, one import, a line feed."""
+# the first bytes of packs and bundles
 PACKS = (b"PACK\0\0\0", b"# v2 git bundle\n", b"# v3 git bundle\n")
-"""The first bytes of packs and bundles."""
 # of a control file in memory; a line of packed-refs has some 70 bytes
 READ_LIMIT_BYTES = 256 * 1024**2
 # git follows five levels; a circle ends here

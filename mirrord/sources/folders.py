@@ -20,12 +20,12 @@ from ..datasets.rows import Origin, RawRow
 from ..errors import InvalidDatasetError, UsageError
 from ..model import shown
 
+# levels below the given folder that are searched, as by Harbor's tools
 DEPTH_LIMIT = 6
-"""Levels below the given folder that are searched, as by Harbor's tools."""
 # a longer file makes the task an error, not the folder
 FILE_LIMIT_BYTES = 128 * 1024**2
+# for `task.yaml` and `task.toml`; FILE_LIMIT_BYTES is for patches and lists of tests
 HEAD_LIMIT_BYTES = 1024**2
-"""For `task.yaml` and `task.toml`; FILE_LIMIT_BYTES is for patches and lists of tests."""
 
 _SWE_BENCH, _HARBOR = "task.yaml", "task.toml"
 _SIGNS = {"gold.patch", "test.patch", "tests.json", "instruction.md", "problem_statement.md"}

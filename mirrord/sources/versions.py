@@ -10,9 +10,10 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+# returns the text of a project's file by its path, or None
 Read = Callable[[str], str | None]
-"""Returns the text of a project's file by its path, or None."""
 
+# SWE-bench's MAP_REPO_TO_VERSION_PATHS, by names in lower case
 PATHS: Mapping[str, tuple[str, ...]] = {
     "dbt-labs/dbt-core": ("core/dbt/version.py", "core/dbt/__init__.py"),
     "django/django": ("django/__init__.py",),
@@ -31,7 +32,6 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "sphinx-doc/sphinx": ("sphinx/__init__.py",),
     "sympy/sympy": ("sympy/release.py", "sympy/__init__.py"),
 }
-"""SWE-bench's MAP_REPO_TO_VERSION_PATHS, by names in lower case."""
 
 
 _VERSION_FILES = ("__init__.py", "__version__.py", "__about__.py", "_version.py", "version.py")

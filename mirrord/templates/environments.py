@@ -24,8 +24,8 @@ from ..jsontext import loads
 from ..model import ENVIRONMENT_KEY, EnvironmentName, shown
 from ..telemetry import log
 
+# below `templates`, which the mounter shows to each owner as its own
 DIRECTORY = ".environments"
-"""Below `templates`, which the mounter shows to each owner as its own."""
 RECORD = "environment.json"
 _BUILDING = ".building-"
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -53,8 +53,8 @@ GRAPH = "objects/info/commit-graph"
 BUILDING = ".building-"
 CONTROL_FILES = ("HEAD", "config", "packed-refs")
 StoreStat = tuple[int, int, int, int]
+# the key of a mirror, and the commit and history that identify its store and template
 StoreKey = tuple[str, CommitId, History]
-"""The key of a mirror, and the commit and history that identify its store and template."""
 # no room for a link (ext4: 65,000), another mount, a file system without hard links (link(2))
 _UNLINKABLE = {errno.EMLINK, errno.EXDEV, errno.EPERM}
 

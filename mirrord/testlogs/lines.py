@@ -267,6 +267,7 @@ _DOTNET = _by_line(
 )
 
 
+# parsers by name, without a prefix such as SWE-bench's `parse_log_`
 PARSERS: dict[str, Parser] = {
     "gotest": _by_line(
         r"--- (?P<word>PASS|FAIL|SKIP): (?P<name>.+) \([\d.]+s\)$",
@@ -342,4 +343,3 @@ PARSERS: dict[str, Parser] = {
     ),
     "sbt": _both(_sbt, documents.PARSERS["junit"]),
 }
-"""Parsers by name, without a prefix such as SWE-bench's `parse_log_`."""

@@ -26,8 +26,8 @@ Parser = Callable[[str], Outcomes]
 
 _STATUSES = (*(outcome.name for outcome in Outcome), "XFAIL")
 
+# the first line of a report on one test in pytest, sympy and unittest
 _RULE = re.compile(r"_{4,} .* _{4,}$|(?:FAIL|ERROR): ")
-"""The first line of a report on one test in pytest, sympy and unittest."""
 _END = re.compile(r"={4,}|-{4,} Captured ")
 # the end of a report on a test names the assertion
 _LINES_MAX = 8

@@ -24,12 +24,12 @@ trap - EXIT
 """
 _RUN = 'bash "$MIRRORD_FILES/run_script"'
 _EVAL = 'bash "$MIRRORD_FILES/eval_script"'
+# prints what the row's parsing_script makes of the files `stdout` and `stderr`
 PARSING = """\
 json=/tmp/parsed && cd "$MIRRORD_FILES" || exit
 "$(command -v python3 || command -v python)" -E -s parsing_script stdout stderr "$json" >&2 &&
   cat "$json"
 """
-"""Prints what the row's parsing_script makes of the files `stdout` and `stderr`."""
 _START, _END = ">>>>> Start Test Output", ">>>>> End Test Output"
 _PARSED = ">>>>> Output of parsing_script"
 

@@ -28,8 +28,8 @@ from .relocation import Relocation
 from .scan import is_control
 from .writer import TreeWriter
 
+# path, git's mode (None for a removed path), and the bytes as a work tree has them
 LayerFile = tuple[bytes, int | None, bytes]
-"""Path, git's mode (None for a removed path), and the bytes as a work tree has them."""
 
 
 def write_layer(

@@ -52,8 +52,8 @@ _FIXED = struct.Struct("<I20s20sIQQQQII")
 _STAT = struct.Struct("<44xIQQQQII")
 _FIRST, _AFTER_SLASH = b"\1", b"0"  # sort after b"" (the root), and after all names in a directory
 
+# mode, size, inode, mtime, ctime, uid, gid: `entry[3:]`
 StatTuple = tuple[int, int, int, int, int, int, int]
-"""mode, size, inode, mtime, ctime, uid, gid: `entry[3:]`."""
 
 stat_tuple = attrgetter(
     "st_mode", "st_size", "st_ino", "st_mtime_ns", "st_ctime_ns", "st_uid", "st_gid"

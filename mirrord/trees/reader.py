@@ -272,8 +272,8 @@ class Weights(NamedTuple):
     total_bytes: int
 
 
+# Each is one or more files or trees. A missing one weighs nothing.
 Things = Sequence[Sequence[Path]]
-"""Each is one or more files or trees. A missing one weighs nothing."""
 
 
 def weigh(groups: Mapping[str, Things], limit_s: float) -> dict[str, Weights]:

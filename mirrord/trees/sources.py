@@ -20,8 +20,8 @@ from ..host.processes import ActingAs
 from .manifest import NO_OBJECT, Entry, Manifest, blob_id, without
 from .reader import TreeReader
 
+# return the record of an entry, and the bytes of its file or link
 Read = Callable[[TreeEntry], tuple[Entry, bytes]]
-"""Return the record of an entry, and the bytes of its file or link."""
 
 
 class LayerFiles(NamedTuple):

@@ -101,8 +101,8 @@ class ForkServer:
         raise _crashed("start a worker", "the fork server ended")
 
 
+# the one of this process, which it does not outlive
 FORK_SERVER = ForkServer()
-"""The one of this process, which it does not outlive."""
 atexit.register(FORK_SERVER.stop)
 
 

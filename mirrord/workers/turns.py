@@ -13,8 +13,8 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+# a pseudo-user for work in the interest of all, such as removing released checkouts
 HOUSEKEEPING = -1
-"""A pseudo-user for work in the interest of all, such as removing released checkouts."""
 
 _askers: "ContextVar[Askers | None]" = ContextVar("git_askers", default=None)
 # 0 is the rank of who was never served
@@ -54,8 +54,8 @@ class Askers:
 class _Turn:
     askers: Askers
     begun: asyncio.Event = field(default_factory=asyncio.Event)
+    # once it has begun: the user it counts for; None is background work
     uid: int | None = None
-    """Once it has begun: the user it counts for; None is background work."""
 
 
 class Turns:

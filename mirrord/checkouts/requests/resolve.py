@@ -35,8 +35,8 @@ from ...templates.environments import EnvironmentStore
 from ..lease import Base, Lease, SavedLayer
 from ..prepared import PreparedLayers, layer_name
 
+# makes the layer of an image for a commit, unless there is one
 ImagePreparer = Callable[[EnvironmentName, MirrorName, CommitId, History], Awaitable[None]]
-"""Makes the layer of an image for a commit, unless there is one."""
 # commits; for one forgotten, git is asked again
 _CACHED = 100_000
 

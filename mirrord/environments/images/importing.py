@@ -60,8 +60,8 @@ _TAIL_BYTES = 2000
 # sandboxes mount their own there, which fails on a link that leads nowhere
 _GIVEN = ("etc/hosts", "etc/resolv.conf", "etc/gitconfig")
 REGISTRY = "docker://"
+# kinds of uploads; `rootfs` is an archive of a root file system
 ARCHIVES = ("docker-archive", "oci-archive", "rootfs")
-"""Kinds of uploads; `rootfs` is an archive of a root file system."""
 
 
 class _Layer(NamedTuple):

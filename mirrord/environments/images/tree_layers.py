@@ -29,8 +29,8 @@ from ...seal.scan import scan_root
 
 _GIT = ".git"
 _STORED = ("HEAD", "packed-refs", "refs", "objects", "shallow")  # and nothing that configures git
+# kinds of findings in files that no layer has
 TAKEN_OUT = ("future-file", "object", "pack", "repository")
-"""Kinds of findings in files that no layer has."""
 
 
 class Order(NamedTuple):

@@ -157,11 +157,11 @@ def _damaged(git_dir: Path, fact: str) -> DamagedMirrorError:
     )
 
 
+# device and inode of a repository, and size, inode and time of each file beside its packs
 Stamp = dict[str, tuple[int, ...]]
-"""Device and inode of a repository, and size, inode and time of each file beside its packs."""
 
+# open repositories that no thread uses: libgit2 allows one thread at a time
 _cached: OrderedDict[Path, tuple[Stamp, Objects]] = OrderedDict()
-"""Open repositories that no thread uses: libgit2 allows one thread at a time."""
 
 
 @contextmanager

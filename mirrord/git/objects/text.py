@@ -261,8 +261,8 @@ _NAMES = {
     None: re.compile(rb"([A-Za-z_$].*)"),
     "python": re.compile(rb"[ \t]*((?:class|(?:async[ \t]+)?def)[ \t].*)"),
 }
+# the values of the attribute `diff` that `hunks` supports; None is plain text
 DRIVERS = frozenset(_NAMES)
-"""The values of the attribute `diff` that `hunks` supports; None is plain text."""
 
 
 def hunks(old: bytes, new: bytes, driver: str | None) -> bytes:

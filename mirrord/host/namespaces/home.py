@@ -27,8 +27,8 @@ _TIMEOUT_S = 10.0
 _HOLDER = Path(__file__).with_name("holder.py")
 _HINT = "see docs/where.md, or set `[service] namespace` to never; the pool backend serves"
 _libc = ctypes.CDLL(None, use_errno=True)
+# why this process has no home, if it wanted one
 refusals: list[str] = []
-"""Why this process has no home, if it wanted one."""
 _holders: list[int] = []  # the pidfd of the holder whose home this process has entered
 
 
