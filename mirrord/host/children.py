@@ -74,6 +74,8 @@ class Child:
         self._process = process
         self._ended = anyio.Event()
         try:
+            # readable once the child has ended; SIGCHLD would have one handler for the whole
+            # process
             self._pidfd = os.pidfd_open(process.pid)
         except BaseException:
             with process:

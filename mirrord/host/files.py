@@ -20,10 +20,13 @@ from .. import errors
 from ..model import shown
 from ..quoting import decode_name, quote_name
 
+# O_NOFOLLOW: who owns the directory above could put a link in its place
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe would wait for its writer; O_NOCTTY: a terminal could become ours
 FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+# O_EXCL neither follows a link nor opens what is there: a client may have made the name first
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_PATH needs no right to the file itself, and opens links, sockets and devices without effect
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # the errno of `open_plain` for a pipe or a device
@@ -68,6 +71,7 @@ class opened:  # noqa: N801  (used as a function; a generator would cost 1 µs m
 
 def is_read_only(path: Path) -> bool:
     """Return whether the file system is read-only: ext4 remounts itself so when a disk fails."""
+    # the flags are of the mount and of the file system, which is what ext4 remounts
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
@@ -239,6 +243,7 @@ def grant_search(directory: str, uid: int) -> None:
     try:
         os.setxattr(directory, "system.posix_acl_access", acl)
     except OSError as error:
+        # a file system that has none, or is mounted with noacl
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         raise errors.BackendUnavailableError(
@@ -321,6 +326,8 @@ def read_flags(fd: int) -> int:
     try:
         answer = fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(struct.calcsize("L")))
     except OSError as error:
+        # which of them says "no flags here" differs between file systems, and between versions of
+        # Linux
         if error.errno not in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
         return 0
@@ -395,6 +402,7 @@ def sync_tree(path: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes below `path` for an unprivileged process."""
+    # not f_bfree: ext4 keeps 5 % of its blocks for root alone
     st = os.statvfs(path)
     return st.f_bavail * st.f_frsize
 

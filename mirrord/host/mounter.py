@@ -163,6 +163,7 @@ class GuardedMounter:
         # being made gets its name at the end
         for name in (b"lease.json.new", b"resetting.json", b"lease.json"):
             with suppress(FileNotFoundError), opened(open_regular(private, name)) as file:
+                # the daemon's user writes the file, so its length is not trusted
                 terms = loads(os.read(file, 64 * 1024))["terms"]
                 if (terms["owner_uid"], terms["owner_gid"]) == owner:
                     return
@@ -233,6 +234,7 @@ def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], lis
     except OSError as error:
         fact = f"cannot mount: {error.strerror}"
         problem = errors.ResourceError(fact, errno=error.errno).problem()
+    # whatever a taken-over daemon sends, it must not end this service, which is root's
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         problem = errors.InvalidRequestError(f"cannot read the request: {error!r}").problem()
     return {"problem": problem}, []

@@ -18,8 +18,11 @@ from . import files
 from .files import opened
 from .processes import Capability, has_capabilities, in_user_namespace
 
+# syncfs(2) answers EBADF for a descriptor of O_PATH
 _READABLE = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# enough for all mount calls, and needs no right to read the directory
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# what a client writes must not give rights on the host, by a set-id bit or a device
 HARMLESS = os.ST_NOSUID | os.ST_NODEV
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/mount.h, linux/fs.h
 # linux/mount.h, linux/sched.h and linux/fcntl.h; the calls came with Linux 5.2, with the same
@@ -69,6 +72,8 @@ def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
     except ResourceError as error:
         if error.facts.get("errno") != errno.EIO:
             raise
+        # to a file opened now, an error that nobody has seen is still reported; then it counts as
+        # seen
         with opened(os.open(descriptor_path(upper), _READABLE)) as fd:
             _libc.syncfs(fd)
         return _make_overlay(lower, upper, work)
@@ -81,6 +86,7 @@ def has_sync_error(overlay: Path) -> bool:
     without flushing anything, in such an overlay; of a directory that is no mount it would.
     """
     with suppress(OSError), opened(os.open(overlay, _READABLE)) as fd:
+        # directories of an overlay have a device number of its own
         if os.fstat(fd).st_dev != os.stat(overlay.parent).st_dev:
             return bool(_libc.syncfs(fd) != 0)
     return False
@@ -305,6 +311,7 @@ def _unmount(target: str) -> bool:
     # of the target would choose what root unmounts
     if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW) == 0:
         return True
+    # umount(2): EINVAL where nothing is mounted, ENOENT where the directory is gone too
     if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOENT):
         return False
     raise refused("unmount", target, number)
@@ -320,6 +327,7 @@ def _syscall(verb: str, noun: str, number: int, *arguments: object) -> int:
 _NEEDS_ROOT = "mounting needs CAP_SYS_ADMIN: run the daemon as root, or with mirrord-mount.service"
 _HINTS = {
     **dict.fromkeys((errno.EPERM, errno.EACCES), _NEEDS_ROOT),
+    # of fsopen(2): not compiled in, and no module is loaded
     errno.ENODEV: "load the overlay module with `modprobe overlay`",
     errno.ENOSYS: "upgrade the kernel, or use the pool backend",
     errno.EOPNOTSUPP: "this file system lacks a feature: put state_dir on ext4, xfs or btrfs",
@@ -331,6 +339,7 @@ _HINTS = {
 def refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
     """Return the error for an errno of a mount call."""
     fact = f"cannot {verb} {noun}: {os.strerror(number)}"
+    # the path was moved, replaced or removed meanwhile; ESTALE: what a descriptor led to is gone
     if number in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE):
         return FileNotFoundError(number, fact, noun)
     if number in (errno.ENOSPC, errno.EDQUOT):

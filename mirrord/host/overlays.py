@@ -117,6 +117,7 @@ class MappedTemplates:
     An overlay holds its own reference. At most MAX clones are kept, and one in use is never closed.
     """
 
+    # each is a mount in the kernel; making one again takes 0.1 ms
     MAX = 256
 
     def __init__(self, place: str, stored: Owner | None = None) -> None:

@@ -276,6 +276,7 @@ def process_of(connection: socket.socket, peer: Peer) -> Process:
             raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
             pidfd = int(struct.unpack("i", raw)[0])
         except OSError as error:
+            # SO_PEERPIDFD came with Linux 6.5
             if error.errno != errno.ENOPROTOOPT:
                 raise
             pidfd = open_by_number(peer)

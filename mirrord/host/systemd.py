@@ -32,6 +32,7 @@ def _find_listener(fd: int) -> socket.socket | None:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
         listener = socket.socket(fileno=fd)
+        # with Accept=yes systemd would pass a connection instead of the listener
         is_ours = (
             listener.family == socket.AF_UNIX
             and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1

@@ -136,6 +136,7 @@ class Trash:
         """Finish what ends within seconds; the next start finds what is left."""
         running = [*self._tasks, *([self._sweeper] if self._sweeper else [])]
         if running:
+            # of the 20 s that the whole engine has to close
             await asyncio.wait(running, timeout=5)
         for task in running:
             task.cancel()
@@ -282,8 +283,11 @@ def _remove_one(directory: int, name: bytes, *, is_directory: bool = False) -> b
             # POSIX allows rmdir EEXIST for ENOTEMPTY; ENOTDIR: its kind changed between two calls
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 return False
+            # a mount point in this namespace; where it is one in others only, the kernel detaches
+            # that mount
             if error.errno == errno.EBUSY:
                 raise mounted_on(name) from error
+            # EPERM: an immutable or append-only flag; EACCES: the directory lost its w or x bit
             if attempt == 2 or error.errno not in (errno.EPERM, errno.EACCES):
                 raise
             unlock(directory, name)
@@ -300,6 +304,7 @@ def _empty(directory: int, name: bytes, top: int, moved: list[bytes], level: int
         # removed or replaced meanwhile: the caller tries once more to remove what has the name
         return
     except OSError as error:
+        # to go on would delete the files of another file system
         if error.errno == errno.EXDEV:
             raise mounted_on(name) from error
         raise

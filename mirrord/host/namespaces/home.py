@@ -133,6 +133,7 @@ def end(state_dir: Path) -> None:
             connection.recv(1)  # until it closed the connection
 
 
+# lower case as `opened`: used as a function
 class _connected:  # noqa: N801
     """A connection to the holder; None if there is none."""
 
@@ -141,6 +142,7 @@ class _connected:  # noqa: N801
 
     def __enter__(self) -> socket.socket | None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        # the kernel connects to a holder that was stopped (SIGSTOP), which then never answers
         self._socket.settimeout(_TIMEOUT_S)
         try:
             with opened(os.open(self._state_dir, os.O_PATH | os.O_DIRECTORY)) as directory:
