@@ -17,9 +17,9 @@ from .outcomes import (
     outcome_of,
 )
 from .scripts import (
-    NOT_BEGUN,
     PARSING,
     SCRIPTS,
+    after_before,
     command_of_scripts,
     cut_to_tests,
     is_scripted,
@@ -28,7 +28,6 @@ from .scripts import (
 )
 
 __all__ = [
-    "NOT_BEGUN",
     "PARSING",
     "SCRIPTS",
     "Miss",
@@ -36,6 +35,7 @@ __all__ = [
     "Outcomes",
     "Parser",
     "Want",
+    "after_before",
     "arguments_of",
     "command_of_scripts",
     "cut_to_tests",

@@ -16,11 +16,11 @@ from typing import Any
 from .outcomes import Outcomes, Parser, outcome_named
 
 SCRIPTS = ("eval_script", "before_script", "run_script", "parsing_script")
-NOT_BEGUN = b">>>>> before_script failed\n"
+_BEGUN = b">>>>> before_script ended\n"
+# printed by success, not by failure: the code under test runs after it, and cannot take it back
 _BEFORE = f"""\
-trap 'echo "{NOT_BEGUN.decode().strip()}" >&2' EXIT
 set -e; . "$MIRRORD_FILES/before_script" >&2; set +e
-trap - EXIT
+echo "{_BEGUN.decode().strip()}" >&2
 """
 _RUN = 'bash "$MIRRORD_FILES/run_script"'
 _EVAL = 'bash "$MIRRORD_FILES/eval_script"'
@@ -50,6 +50,14 @@ def is_scripted(command: str) -> bool:
 def tells_status(command: str) -> bool:
     """Return whether the exit status is the runner's; an eval_script ends with another command."""
     return command != _EVAL
+
+
+def after_before(command: str, stderr: bytes) -> tuple[bytes, bool]:
+    """Return what a command's scripts wrote to stderr, and whether the row's run_script began."""
+    if not command.startswith(_BEFORE):
+        return stderr, True
+    before, mark, after = stderr.partition(_BEGUN)
+    return before + after, bool(mark)
 
 
 def with_parsed(log: str, parsed: str) -> str:

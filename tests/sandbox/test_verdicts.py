@@ -106,6 +106,22 @@ def test_a_log_is_held_to_itself_and_to_the_exit_status(
     assert (verdict.by, verdict.findings) == ("log", findings)
 
 
+def test_a_slow_parser_is_not_called_for_all_lines_and_the_findings_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("mirrord.sandbox.verdicts.time.monotonic", lambda: float(next(clock)))
+    called: list[str] = []
+
+    def parser(text: str) -> dict[str, Outcome]:
+        called.append(text)
+        return {}
+
+    verdict = judge_run("bin/test", None, "line\n" * 99, 0, parser, [A])
+    assert verdict.findings == ["compared with each other were 10 of the log's 100 lines"]
+    assert called.count("line") == 10
+
+
 @pytest.mark.parametrize(
     ("path", "can"),
     [

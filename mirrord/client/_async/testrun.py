@@ -13,15 +13,16 @@ from ... import errors, protocol
 from ...model import shown
 from ...sandbox.verdicts import Verdict, judge_run
 from ...testlogs import (
-    NOT_BEGUN,
     PARSING,
     Parser,
+    after_before,
     cut_to_tests,
     find_parser,
     is_scripted,
     tells_status,
     with_parsed,
 )
+from ..primitives_async import async_in_thread
 from ..rehearsing import command_of, modules_of
 
 if TYPE_CHECKING:
@@ -89,18 +90,19 @@ async def run_tests(
         ended, report = await sandbox.exec_tests(
             command_of(recipe, row), timeout=seconds, files=scripts if takes_scripts else None
         )
-    log = (ended.stdout + ended.stderr).decode(errors="replace")
+    stderr, has_begun = after_before(recipe.test_command, ended.stderr)
+    log = (ended.stdout + stderr).decode(errors="replace")
     try:
         _require_time(row, ended)
-        if takes_scripts and ended.stderr.endswith(NOT_BEGUN):
-            said = ended.stderr.removesuffix(NOT_BEGUN).decode(errors="replace").strip()[-300:]
+        if not has_begun:
+            said = stderr.decode(errors="replace").strip()[-300:]
             raise errors.ProofFailedError(
                 f"cannot run the tests of {row.id}: a command of its before_repo_set_cmd failed:"
                 f" {said}",
                 hint="it runs in the sandbox, without network and without the gold commit",
             )
         if takes_scripts and parsing:
-            files = {"parsing_script": parsing, "stdout": ended.stdout, "stderr": ended.stderr}
+            files = {"parsing_script": parsing, "stdout": ended.stdout, "stderr": stderr}
             log = with_parsed(log, await _parse(client, checkout.lease, row, files, seconds))
     finally:
         if log_file:
@@ -111,7 +113,10 @@ async def run_tests(
     tests = [*(row.fail_to_pass or ()), *(row.pass_to_pass or ())]
     log = cut_to_tests(log)
     status = ended.exit_code if tells_status(recipe.test_command) else None
-    verdict = judge_run(recipe.test_command, report, log, status, parser, tests)
+    # not on the event loop: the parser may be another's, and the log long
+    verdict = await async_in_thread(
+        lambda: judge_run(recipe.test_command, report, log, status, parser, tests)
+    )
     if log_file:
         text = json.dumps(verdict.outcomes, indent=0, sort_keys=True)
         log_file.with_suffix(".json").write_text(f"{text}\n")
