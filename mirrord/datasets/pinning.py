@@ -15,7 +15,7 @@ from typing import NamedTuple
 import anyio
 import anyio.to_thread
 
-from ..catalog import ALL_COMMITS, PinRow
+from ..catalog import ALL_COMMITS, MirrorRow, PinRow
 from ..errors import MirrordError, StoppingError, UpstreamNotFoundError
 from ..host.files import read_plain, sync_directory
 from ..jobs.operations import together
@@ -144,15 +144,8 @@ async def _pin(
     is_synced: bool,
     sink: ProgressSink,
 ) -> PinOutcome:
-    row = await mirrors.catalog.find_mirror(name.key) or await mirrors.add(name.repo, url)
+    row = await _have(mirrors, name, url, sink)
     is_new = row.synced_at is None
-    if is_new and name.owner == FROM_IMAGE:
-        path = image_upstream(mirrors.settings(), row.name)
-        if not await anyio.to_thread.run_sync(path.exists):
-            fact = "its image was not imported: `mirrord environment build --dataset NAME --images`"
-            raise UpstreamNotFoundError(f"cannot sync mirror {row.name}: {fact}")
-    if is_new:
-        await mirrors.sync(row.name, sink)
     refused = await _ensure(mirrors, row.name, commits, revisions, sink)
     resolved = await mirrors.resolve_revisions(row.name, revisions)
     # upstream may serve through its refs a commit that it refuses by id
@@ -182,6 +175,33 @@ async def _pin(
         reason = next(iter(refused.values()))  # for example, upstream is down
         return PinOutcome({ALL_COMMITS: reason}, resolved)
     return PinOutcome({str(commit): reason for commit, reason in refused.items()}, resolved)
+
+
+async def _have(
+    mirrors: Mirrors, name: MirrorName, url: str | None, sink: ProgressSink
+) -> MirrorRow:
+    """Add a mirror where it is missing, and sync one that never was; return the row before that.
+
+    Cancelled, it leaves no mirror that nobody else asked for: the schedule would sync that one.
+    """
+    row = await mirrors.catalog.find_mirror(name.key)
+    is_known = row is not None
+    row = row or await mirrors.add(name.repo, url)
+    if row.synced_at is not None:
+        return row
+    if name.owner == FROM_IMAGE:
+        path = image_upstream(mirrors.settings(), row.name)
+        if not await anyio.to_thread.run_sync(path.exists):
+            fact = "its image was not imported: `mirrord environment build --dataset NAME --images`"
+            raise UpstreamNotFoundError(f"cannot sync mirror {row.name}: {fact}")
+    try:
+        await mirrors.sync(row.name, sink)
+    except anyio.get_cancelled_exc_class():
+        if not is_known:
+            with anyio.CancelScope(shield=True):
+                await mirrors.withdraw(row.name)
+        raise
+    return row
 
 
 async def _ensure(

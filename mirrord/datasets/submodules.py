@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import anyio
 from anyio import to_thread
 
 from ..catalog import ALL_COMMITS, Composition, Module
@@ -298,14 +299,16 @@ class _Composing:
             absent[key] = await mirrors.repository(name).absent(pins[key])
             for commit in absent[key]:
                 del pins[key][CommitId(commit)]
-        pinned = await pin_all(mirrors, self.dataset, names, pins, {}, self.sink)
+        try:
+            pinned = await pin_all(mirrors, self.dataset, names, pins, {}, self.sink)
+        finally:  # what cannot be had is asked for by the next import, not by each sync
+            with anyio.CancelScope(shield=True):
+                for name in new:
+                    if await mirrors.withdraw(name):
+                        del names[name.key]
         for key, outcome in pinned.items():
             refused = outcome.refused | dict.fromkeys(absent.get(key, ()), _ABSENT)
             outcomes[key] = PinOutcome(refused, outcome.found)
-        for name in new:  # what cannot be had is asked for by the next import, not by each sync
-            if (await mirrors.get(str(name))).synced_at is None:
-                await mirrors.remove(name)
-                del names[name.key]
         return outcomes, names
 
     async def _take(

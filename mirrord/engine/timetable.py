@@ -287,6 +287,8 @@ class Timetable:
         One that never was there may be mistyped, and one that was may be back tomorrow.
         """
         row = await self.work.mirrors.catalog.find_mirror(name.key)
+        if row and row.synced_at is None and self.work.mirrors.is_syncing(name):
+            return  # for who asked for the mirror, and may cancel that
         if row and row.attempted_at:
             recent = min(_JUST_NOW, self.work.mirrors.settings().sync.interval / 2)
             if utc_now() < row.attempted_at + recent:

@@ -195,9 +195,11 @@ class BackgroundWork:
 
     async def _import(self, file: DatasetFile, progress: ProgressSink) -> object:
         await self.mirrors.room.ensure(f"import {file.source}")
-        result = await self.datasets.import_file(file, progress)
-        await self.on_mirrors_changed()
-        return result
+        try:
+            return await self.datasets.import_file(file, progress)
+        finally:  # a cancelled one, too, leaves the mirrors that it has synced
+            if not self.operations.is_stopping:
+                await self.on_mirrors_changed()
 
     async def audit(
         self, request: StartAudit, *, kind: str = "audit", resume: bool = False, owner_uid: int = 0

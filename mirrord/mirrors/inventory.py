@@ -307,19 +307,7 @@ class Inventory:
         row = await self.get(str(name))
         path = self.path(row.name)
         async with self.sharing.claim(row.name), self.lock(row.name):
-            recorded = await self.catalog.list_recorded(row.name.key)
-            pinned = await self.catalog.list_pins(row.name.key)
-            used = [f"dataset {one} records it" for one in sorted({it.dataset for it in recorded})]
-            used += [f"{owner} pins it" for owner in sorted({pin.owner for pin in pinned})]
-            if (path / "worktrees").is_dir() and any((path / "worktrees").iterdir()):
-                used.append("a linked checkout uses it")
-            if used:
-                raise errors.ConflictError(
-                    f"cannot remove mirror {row.name}: {used[0]}",
-                    hint="remove the dataset, the pins and the linked checkouts first",
-                    mirror=str(row.name),
-                    used_by=used,
-                )
+            await self._must_be_unused(row.name)
             await self.catalog.delete_mirror(row.name.key)
             try:
                 if path.exists():
@@ -330,6 +318,22 @@ class Inventory:
             self._names.pop(row.name.key, None)
             self._unsynced.pop(row.name.key, None)
         self.events.publish("mirror.removed", mirror=str(row.name))
+
+    async def _must_be_unused(self, name: MirrorName) -> None:
+        recorded = await self.catalog.list_recorded(name.key)
+        pinned = await self.catalog.list_pins(name.key)
+        used = [f"dataset {one} records it" for one in sorted({it.dataset for it in recorded})]
+        used += [f"{owner} pins it" for owner in sorted({pin.owner for pin in pinned})]
+        worktrees = self.path(name) / "worktrees"
+        if worktrees.is_dir() and any(worktrees.iterdir()):
+            used.append("a linked checkout uses it")
+        if used:
+            raise errors.ConflictError(
+                f"cannot remove mirror {name}: {used[0]}",
+                hint="remove the dataset, the pins and the linked checkouts first",
+                mirror=str(name),
+                used_by=used,
+            )
 
     async def make_again(
         self, name: MirrorName, fill: Callable[[Repository], Awaitable[object]] | None = None

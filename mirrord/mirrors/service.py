@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 from anyio import to_thread
 
 from .. import errors, protocol
@@ -43,6 +44,9 @@ from .upstreams.upstream import (
     parse_upstream,
     upstream_url,
 )
+
+# less than a cancelled import has until its cancellation is answered
+_WITHDRAWAL_S = 2.0
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -78,6 +82,32 @@ class Mirrors(Inventory):
         key = f"{resolved.key} {accept_loss} {retry_faults}"
         run = partial(self._sync, resolved, accept_loss, retry_faults)
         return await self._syncs.join(key, run, progress)
+
+    def is_syncing(self, name: MirrorName) -> bool:
+        """True if a sync runs or waits for its turn."""
+        return self._syncs.runs(f"{name.key} ")
+
+    async def remove(self, name: MirrorName) -> None:
+        """Delete a mirror, and end its syncs first; raises ConflictError while something needs it.
+
+        A sync holds the mirror's lock, also while it waits for a connection to its host.
+        """
+        row = await self.get(str(name))
+        await self._must_be_unused(row.name)
+        failure = f"cannot sync mirror {row.name}: it is being removed"
+        await self._syncs.end(f"{row.name.key} ", errors.ConflictError(failure))
+        await super().remove(name)
+
+    async def withdraw(self, name: MirrorName) -> bool:
+        """Remove a mirror that was never synced, and that nobody else syncs or needs."""
+        row = await self.catalog.find_mirror(name.key)
+        if row is None or row.synced_at is not None or self.is_syncing(name):
+            return False
+        # in a fleet, another daemon may have begun to sync it
+        with suppress(errors.MirrordError), anyio.move_on_after(_WITHDRAWAL_S):
+            await super().remove(name)
+            return True
+        return False
 
     async def _sync(
         self,

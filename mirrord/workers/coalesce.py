@@ -22,9 +22,14 @@ Run = Callable[["SharedWork[T]"], Coroutine[None, None, T]]
 
 @dataclass(slots=True, eq=False)
 class SharedWork(Generic[T]):
-    """One run of the work, as passed to it. After `close` no caller joins it."""
+    """One run of the work, as passed to it. After `close` no caller joins it.
 
+    `error` is why it was ended, for its callers.
+    """
+
+    key: str
     close: Callable[[], None]
+    error: Exception | None = None
     askers: Askers = field(default_factory=Askers)
     sinks: list[ProgressSink] = field(default_factory=list)
     callers: int = 0
@@ -45,6 +50,10 @@ class Coalescer(Generic[T]):
     def __contains__(self, key: str) -> bool:
         return key in self._open
 
+    def runs(self, prefix: str) -> bool:
+        """True if work whose key begins so has not ended."""
+        return any(work.key.startswith(prefix) for work in self._running)
+
     async def join(self, key: str, run: Run[T], progress: ProgressSink | None = None) -> T:
         """Wait for the open work of a key, or begin it with `run`."""
         work = self._open.get(key) or self._begin(key, run)
@@ -55,6 +64,11 @@ class Coalescer(Generic[T]):
             with work.askers.joined(Askers.present()):
                 # the cancellation of one caller leaves the work to the others
                 return await asyncio.shield(work.task)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if work.error is None or (task and task.cancelling()):
+                raise
+            raise work.error from None
         finally:
             work.callers -= 1
             for sink in sinks:
@@ -76,12 +90,18 @@ class Coalescer(Generic[T]):
             close()
             self._running.discard(work)
 
-        work: SharedWork[T] = SharedWork(close)
+        work: SharedWork[T] = SharedWork(key, close)
         work.task = asyncio.get_running_loop().create_task(bound())
         work.task.add_done_callback(end)
         self._open[key] = work
         self._running.add(work)
         return work
+
+    async def end(self, prefix: str, error: Exception) -> None:
+        """Cancel all work whose key begins so, and wait for its end; its callers get the error."""
+        for work in [work for work in self._running if work.key.startswith(prefix)]:
+            work.error = error
+            await self._cancel(work)
 
     async def close(self) -> None:
         """Cancel all work and wait for its end."""
