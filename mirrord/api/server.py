@@ -126,6 +126,7 @@ class Server:
             log.warning("requests.cancelled", count=len(tasks))
             for task in tasks:
                 task.cancel()
+            # what is cancelled ends its gits, which have 2 s between SIGTERM and SIGKILL
             await asyncio.wait(tasks, timeout=2.0)
             for connection in list(self._state.connections):
                 connection.transport.abort()

@@ -46,6 +46,7 @@ def find_bad_files(git_dir: Path, level: AuditLevel) -> list[BadFile]:
 
 def _unreadable(error: OSError) -> str:
     """Explain why a file cannot be read; raise an error that is not the file's."""
+    # others, such as EMFILE and ENOMEM, are of this process and say nothing about the file
     if error.errno not in {errno.EIO, errno.EACCES, errno.EPERM, NOT_PLAIN}:
         raise error
     return f"it cannot be read: {error.strerror}"

@@ -133,6 +133,7 @@ def find_below(
 def find_in(root: int, path: bytes) -> os.stat_result | None:
     """lstat a path below an open directory, following no link; None if it does not exist."""
     try:
+        # lstat of the path would follow links in the directories above, which are the client's
         place = open_beneath(root, path, os.O_PATH | os.O_NOFOLLOW)
     except OSError as error:
         # the last two: a file or a link in place of a directory above it

@@ -73,6 +73,7 @@ def run(args: Sequence[str] | None = None) -> int:
         return end.exit_code
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
+    # whatever it is: one line with a hint and an exit status, no traceback that nobody asked for
     except Exception as error:  # noqa: BLE001
         hint = None if session.debug else "report it with the output of --debug"
         bug = InternalError(f"a bug: {type(error).__name__}: {error}", hint=hint)

@@ -126,6 +126,7 @@ def chunk_size(line: bytes) -> int:
 A = TypeVar("A", bound=Answer)
 Q = TypeVar("Q", bound=Request)
 
+# of connect(2); EPIPE is of a write to a server that closed the connection
 _REFUSALS = {
     errno.ENOENT: "there is no such socket",
     errno.ECONNREFUSED: "no process listens there",

@@ -169,6 +169,7 @@ def _replace_in(pid: int, mount: int, path: Path) -> None:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+    # killed by its alarm: a path on a dead network file system may never answer
     number = errno.ETIMEDOUT if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     if number:
         raise OSError(number, os.strerror(number))

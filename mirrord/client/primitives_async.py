@@ -47,6 +47,7 @@ async def async_in_thread(work: Callable[[], T], cancel: Callable[[], object] | 
     def run() -> None:
         try:
             future.set_result(work())
+        # whatever it is, the awaiting task raises it
         except BaseException as error:  # noqa: BLE001
             future.set_exception(error)
 

@@ -82,6 +82,7 @@ class AccessSettings(Section):
     max_per_user: Count = 256
     requests_per_user: Count = 512
     bytes_per_user: Size = 100 * 1024**3
+    # two requests for each of 1,000 checkouts: what one event loop answers in all (docs/limits.md)
     rate_per_user: Annotated[StrictInt, Field(ge=0, le=100_000)] = 2000
     ttl_max: Period = timedelta(hours=24)
 
@@ -112,6 +113,7 @@ class EnvironmentSettings(Section):
     network: StrictBool = True
     leaks: Literal["report", "hide", "refuse"] = "report"
     auth_file: Annotated[str, AfterValidator(values.path_or_nothing)] = ""
+    # images with CUDA have 5 to 10 GiB
     image_bytes: Size = 20 * 1024**3
 
 

@@ -208,6 +208,7 @@ Period = Annotated[Duration, Field(gt=timedelta())]
 
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size)]
 
+# a checkout is a mount, and Linux allows 100,000 in a namespace (fs.mount-max)
 Count = Annotated[StrictInt, Field(ge=1, le=100_000)]
 
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]

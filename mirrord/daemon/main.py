@@ -103,6 +103,7 @@ def state_lock(state_dir: Path) -> Iterator[None]:
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
         except OSError as error:
+            # ext4 after a failed disk: the daemon starts all the same, and serves from its caches
             if error.errno != errno.EROFS:
                 raise
             lock = os.open(path, os.O_RDONLY | flags)  # a read-only lock file is enough
@@ -258,6 +259,7 @@ def _refuse_occupied(path: Path) -> None:
 
 def _is_abandoned(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        # connect(2) waits for room in the backlog of a daemon that hangs
         probe.settimeout(1.0)
         try:
             probe.connect(os.fsencode(path))

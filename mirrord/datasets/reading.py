@@ -83,6 +83,7 @@ def read_dataset(
             result.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return result
     except OSError as error:
+        # EFBIG: RLIMIT_FSIZE, or more than the file system lets a file have
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             raise DiskFullError(
                 f"cannot import dataset {shown(source)}: the disk is full",

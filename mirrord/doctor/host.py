@@ -141,6 +141,7 @@ def libgit2(settings: Settings) -> Result:
     async def ask_worker() -> str:
         workers = Workers(size=1)
         try:
+            # loading takes 0.2 s; more than 30 is a worker that hangs
             return await workers.run(_load_objects, timeout=timedelta(seconds=30))
         finally:
             await workers.close()

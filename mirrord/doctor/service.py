@@ -67,6 +67,7 @@ def daemon(settings: Settings) -> Result:
             holder = os.pread(lock, 400, 0).decode(errors="replace").strip() or "starting"
             return "ok", f"running: {holder}", ""
     with socket.socket(socket.AF_UNIX) as probe:
+        # connect(2) waits for room in the backlog of a daemon that hangs
         probe.settimeout(2)
         try:
             probe.connect(str(settings.socket))

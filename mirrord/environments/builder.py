@@ -174,6 +174,7 @@ async def _run_child(order: Order, say: Say) -> dict[str, Any]:
         try:
             return await _converse(connection, order, say)
         except ConnectionError:
+            # a process that outlived the builder may hold its stderr open
             with suppress(TimeoutError):
                 text = await asyncio.wait_for(errors, 1)
                 raise _ended(text.decode(errors="replace").strip()[-500:]) from None

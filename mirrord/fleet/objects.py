@@ -116,6 +116,7 @@ class ObjectStore:
                     return False
             except (exceptions.NotFoundError, FileNotFoundError):
                 pass
+            # each concurrent part is in memory
             obstore.put(self._store, key, path, chunk_size=_PART_BYTES, max_concurrency=2)
         return True
 
@@ -153,6 +154,7 @@ class ObjectStore:
             path.open("wb") as file,
         ):
             try:
+                # fewer, larger pieces: each is a call into Rust and one into hashlib
                 for piece in obstore.get(self._store, key).stream(min_chunk_size=1 << 20):
                     self._waiting[request] = time.monotonic()
                     size += len(piece)

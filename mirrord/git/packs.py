@@ -43,6 +43,7 @@ class PackIndex:
         if mapped:
             with open_plain(path) as file:
                 try:
+                    # a look-up touches a few pages; the index of 2 million objects has 56 MB
                     self._data: bytes | mmap.mmap = mmap.mmap(
                         file.fileno(), 0, access=mmap.ACCESS_READ
                     )
@@ -167,6 +168,8 @@ def loose_digest(file: Path) -> str | None:
             while block := inflate.unconsumed_tail or stream.read(_BLOCK_BYTES):
                 if inflate.eof:
                     return None
+                # a kilobyte may inflate to a megabyte: what is over the bound waits in
+                # `unconsumed_tail`
                 digest.update(inflate.decompress(block, _BLOCK_BYTES))
     except zlib.error:
         return None

@@ -39,8 +39,10 @@ def write_loose(objects: Path, kind: str, content: bytes) -> str:
     with open(fd, "wb") as file:
         file.write(zlib.compress(body, _COMPRESSION))
         file.flush()
+        # as git leaves objects, which never change
         os.fchmod(fd, 0o444)
         os.fsync(fd)
+    # the name appears with the whole content, whoever else writes the same object
     os.replace(new, directory / oid[2:])
     return oid
 

@@ -31,6 +31,7 @@ from .rules import ACTIONS, Drop, finding, in_order, must_not_refuse
 
 # each drop may reveal another path, and a round costs about half a second
 _ROUNDS = 10
+# answers about bases: a probe takes half a second, and tasks of one instance ask the same
 _BASES = 256
 _TTL = timedelta(minutes=10)
 

@@ -225,6 +225,7 @@ def _content(objects: Objects, entry: TreeEntry) -> bytes:
 _tests_cache: OrderedDict[tuple[Path, str, bytes, tuple[bytes, ...]], InstanceTests] = OrderedDict()
 
 
+# a worker serves a few instances at a time, and a parsed test patch may have megabytes
 _CACHED = 16
 
 

@@ -28,6 +28,7 @@ class MirrordEnvironmentConfig(BaseModel):
     sandbox: dict[str, Any] = {}
     cwd: str = ""
     env: dict[str, str] = {}
+    # as in mini-swe-agent's own LocalEnvironment
     timeout: int = 30
 
 

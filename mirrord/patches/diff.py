@@ -26,6 +26,8 @@ from .printing import Renderer, find_renames
 from .worktree import SMALLER_HINT, PatchJob, RawFile, Worktree, open_worktree, unrecordable
 
 PATCH_LIMIT_BYTES = 256 * 1024**2
+# a longer diff goes through a file: one of 256 MiB was pickled by its worker, and held by the
+# daemon
 SPOOLED_BYTES = 1024**2
 _OPTIONS = {
     # whole ids: `git apply --3way` looks the old blobs up by them

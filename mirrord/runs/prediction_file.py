@@ -28,6 +28,7 @@ _PATCHES = ("model_patch", "fix_patch", "patch", "test_result.git_patch", "git_p
 _MODELS = ("model_name_or_path", "prefix", "metadata.llm_config.model", "model")
 _NAMES = {"instance_id", "test_result", *_PATCHES}
 _NO_PATCH = {word.encode() for word in NO_VALUE}
+# as long as a patch that the daemon takes (PATCH_LIMIT_BYTES of `api/request.py`)
 _ROW_BYTES = 64 * 1024**2
 _SUFFIXES = {".patch", ".diff"}
 # files of mini-swe-agent, SWE-agent and Agentless, and OpenHands in their own directories

@@ -264,6 +264,7 @@ def _choose_base(
         layer = chain[0]
         if layer.depth >= DEPTH_MAX:
             continue
+        # overlayfs looks each name up in every layer
         penalty = layer.depth * 64 * 1024
         limit = min(layer.whole_bytes / (2 * 1.2 ** (layer.depth - 1)), best[0] - penalty - 1)
         cost = _find_cost(objects, layer.tree, tree, limit, shared)

@@ -234,6 +234,7 @@ _ENTRY = struct.Struct(">10I20sH")
 _LOW = 0xFFFFFFFF
 # the length in the flags has 12 bits; of a longer name they are all set
 _LONGEST_NAME = 0xFFF
+# git records the owner's bit alone
 _EXECUTABLE = 0o100
 # entries of version 2 end with one to eight zeros, at a multiple of eight
 _PADDING = [bytes(8 - (_ENTRY.size + length) % 8) for length in range(8)]

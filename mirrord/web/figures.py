@@ -16,6 +16,7 @@ from ..units import readable_size
 _WIDTH, _HEIGHT = 1000, 100  # of the stretched SVG
 
 
+# a name service on the network may take a second for each
 @lru_cache(maxsize=1024)
 def owner(uid: int) -> str:
     """Return a user's name, or its uid. Blocks if names come from a network."""

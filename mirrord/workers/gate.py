@@ -144,6 +144,7 @@ class Gate:
                 fact = f"it sends more than {rate} a second"
                 hint = "send them more slowly, or raise access.rate_per_user"
                 missing_s = round((1 - user.tokens) / rate, 3)
+                # the missing time may round to 0, at which a client would come again at once
                 raise self._too_many("rate", uid, fact, hint, retry_after=missing_s or 0.001)
             user.tokens -= 1
         if self.waiting >= WAITING:

@@ -40,6 +40,7 @@ class _Line:
     ten times in a row, with pauses of half a minute in all, is a line that does not hold.
     """
 
+    # 40 in all: a line that is cut after each piece would never come to an end
     _MAX_IN_A_ROW, _MAX = 10, 40
 
     def __init__(self, first_pause: timedelta) -> None:
@@ -80,6 +81,7 @@ class Fetcher:
     quiet: timedelta
     credentials: Credentials
     progress: ProgressSink | None = None
+    # 0.25, 0.5, 1, 2, then 4 s each: 25 s before the tenth cut in a row
     first_pause: timedelta = timedelta(seconds=0.25)
     kinds: dict[str, str] = field(default_factory=dict)
 

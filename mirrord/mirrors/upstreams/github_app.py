@@ -102,7 +102,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Follow none: the claim would go along."""
 
 
+# of connecting and of each read: urllib does not bound the whole answer
 _TIMEOUT_S = 30.0
+# a token comes in some kB; what answers instead may send for ever
 _LONGEST_ANSWER = 1 << 20
 
 
