@@ -31,7 +31,6 @@ from ..workers.turns import Turns
 from .lease import Lease
 from .requests.resolve import ResolvedRequest
 
-_TIMEOUT = timedelta(minutes=10)
 # calls up to a minute have turns of their own: a receipt does not wait behind builds and audits
 _SHORT = timedelta(minutes=1)
 # closures of stores; the indexes of one forgotten are read again
@@ -160,7 +159,7 @@ class Receipts:
             try:
                 closure = await self.workers.run(closure_of_store, store, timeout=_SHORT)
             except DeadlineError:  # a history of tens of millions of objects
-                closure = await self.workers.run(closure_of_store, store, timeout=_TIMEOUT)
+                closure = await self.workers.run(closure_of_store, store)
             self._closures[key] = closure
         return self._closures[key]
 
@@ -173,10 +172,9 @@ class Receipts:
                 git_dir=self.mirrors.path(name),
                 stdin=lines_of([tip]),
                 stdout_path=listing,
-                timeout=_TIMEOUT,
                 doing=f"walk {tip}",
             )  # fmt: skip
-            return await self.workers.run(closure_of_listing, listing, head, timeout=_TIMEOUT)
+            return await self.workers.run(closure_of_listing, listing, head)
 
 
 def report(receipt: protocol.Receipt, actual: dict[str, object]) -> protocol.ReceiptReport:

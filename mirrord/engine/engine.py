@@ -205,7 +205,7 @@ class Engine:
         """Remove trees that clients wrote to, in a worker that is not counted for any user."""
         Askers(HOUSEKEEPING).bind()
         # an rmdir takes up to 2 ms on ext4 with `discard`: 100,000 directories are minutes
-        return await self.workers.run(remove_trees, paths, timeout=timedelta(minutes=10))
+        return await self.workers.run(remove_trees, paths)
 
     async def _use_objects(self, keys: Collection[str]) -> None:
         """Write the trees of mirrors anew, because LFS objects arrived."""

@@ -7,13 +7,14 @@ for the base with the tests is asked once. The layer that was asked about is han
 
 import hashlib
 import os
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from cachetools import LRUCache
 
 from ..checkouts.layers import Layers
 from ..checkouts.requests.admission import Admitted, Leasing
@@ -33,6 +34,7 @@ from .rules import ACTIONS, Drop, finding, in_order, must_not_refuse
 _ROUNDS = 10
 # answers about bases: a probe takes half a second, and tasks of one instance ask the same
 _BASES = 256
+# of the checkout that is asked about, which is released at once; ten rounds take five seconds
 _TTL = timedelta(minutes=10)
 
 
@@ -60,7 +62,7 @@ class Judge:
     layers: Layers
     leasing: Leasing
     probes: Probes
-    _bases: OrderedDict[tuple[object, ...], ProbeAnswer] = field(default_factory=OrderedDict)
+    _bases: LRUCache[Any, ProbeAnswer] = field(default_factory=lambda: LRUCache(_BASES))
 
     async def prepare(
         self,
@@ -130,15 +132,12 @@ class Judge:
             job.restored,
         )
         if (answer := self._bases.get(key)) is not None:
-            self._bases.move_to_end(key)
             return answer
         with ExitStack() as stack:
             plain = replace(job, drops=(), layered=None, left=())
             layer, _ = await self._prepare(stack, plain, ModelPatch(b""))
             answer = await self._ask(place, layer, tests, stack)
         self._bases[key] = answer
-        while len(self._bases) > _BASES:
-            self._bases.popitem(last=False)
         return answer
 
     async def _ask(

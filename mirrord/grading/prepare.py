@@ -10,14 +10,15 @@ import hashlib
 import os
 import re
 import stat
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from cachetools import LRUCache
 
 from .. import errors
 from ..checkouts.backend import ChangedPaths
@@ -221,40 +222,36 @@ def _content(objects: Objects, entry: TreeEntry) -> bytes:
     return b"" if entry.is_submodule else objects.read_blob(entry.oid)
 
 
-# a cache by mirror, tree, digest of the patch and restored files: many changes have the same
-_tests_cache: OrderedDict[tuple[Path, str, bytes, tuple[bytes, ...]], InstanceTests] = OrderedDict()
-
-
-# a worker serves a few instances at a time, and a parsed test patch may have megabytes
-_CACHED = 16
+# By mirror, tree, digest of the patch and restored files: many changes have the same. A worker
+# serves a few instances at a time, and a parsed test patch may have megabytes.
+_tests_cache: LRUCache[Any, InstanceTests] = LRUCache(16)
 
 
 def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
     if job.test_patch is None:
         return None
     key = job.mirror, job.tree, hashlib.sha256(job.test_patch).digest(), job.restored
-    tests = _tests_cache.pop(key, None)
-    if tests is None:
-        base = BaseFiles(objects, job.tree)
-        tolerant = ApplyStrategy.TOLERANT  # eight public sets have rows that git refuses
-        try:
-            applied = apply_patch(
-                base, job.test_patch, scratch=job.scratch, strategy=tolerant, submodules=objects
-            )
-        except (errors.ConflictError, errors.UsageError) as error:
-            raise errors.PatchConflictError(
-                f"cannot apply the tests of the instance: {error.message}",
-                hint="its test patch does not fit its base commit; try `mirrord rehearse`",
-            ) from error
-        changes = [*applied.changes, *_restored(objects, job, applied.changes)]
-        old = (change.old for change in changes)
-        before = set[str]().union(*(imports_of(_content(objects, e)) for e in old if e))
-        after = set[str]().union(*(imports_of(change.data) for change in changes))
-        imports = frozenset(before), frozenset(after - before)
-        tests = InstanceTests(changes, *imports, applied.strategy, tuple(applied.notes))
-    _tests_cache[key] = tests
-    while len(_tests_cache) > _CACHED:
-        _tests_cache.popitem(last=False)
+    if (tests := _tests_cache.get(key)) is not None:
+        return tests
+    base = BaseFiles(objects, job.tree)
+    tolerant = ApplyStrategy.TOLERANT  # eight public sets have rows that git refuses
+    try:
+        applied = apply_patch(
+            base, job.test_patch, scratch=job.scratch, strategy=tolerant, submodules=objects
+        )
+    except (errors.ConflictError, errors.UsageError) as error:
+        raise errors.PatchConflictError(
+            f"cannot apply the tests of the instance: {error.message}",
+            hint="its test patch does not fit its base commit; try `mirrord rehearse`",
+        ) from error
+    changes = [*applied.changes, *_restored(objects, job, applied.changes)]
+    old = (change.old for change in changes)
+    before = set[str]().union(*(imports_of(_content(objects, e)) for e in old if e))
+    after = set[str]().union(*(imports_of(change.data) for change in changes))
+    imports = frozenset(before), frozenset(after - before)
+    tests = _tests_cache[key] = InstanceTests(
+        changes, *imports, applied.strategy, tuple(applied.notes)
+    )
     return tests
 
 

@@ -136,7 +136,7 @@ class Inventory:
 
         async def survey_batch(batch: Sequence[Path]) -> None:
             with suppress(MirrordError):
-                pins = await self.workers.run(survey, batch, timeout=timedelta(minutes=10))
+                pins = await self.workers.run(survey, batch)
                 commits.update(zip(batch, pins, strict=True))
 
         firsts = range(0, len(paths), SURVEY_BATCH)

@@ -550,7 +550,7 @@ class Mirrors(Inventory):
             (self.path(name), {pin_ref(owner, commit): commit for commit in wanted[name]})
             for name in names
         ]
-        answers = await self.workers.run(are_proven, asked, timeout=timedelta(minutes=10))
+        answers = await self.workers.run(are_proven, asked)
         return {name for name, is_proven in zip(names, answers, strict=True) if is_proven}
 
     async def unpin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,9 +145,6 @@ def _spooled(pieces: Iterable[bytes], spool: Path) -> bytes | None:
             os.close(fd)
 
 
-_TIMEOUT = timedelta(minutes=4)
-
-
 def _by_git(
     job: PatchJob, worktree: Worktree, changes: list[Change], form: DiffFormat, spool: Path
 ) -> bytes | None:
@@ -171,7 +167,7 @@ def _by_git(
             "--src-prefix=a/", "--dst-prefix=b/",
             before, scratch.write_tree(worktree.base, edits),
             git_dir=job.mirror, work_tree=rules, quarantine_objects=job.scratch / "objects",
-            stdout_path=spool, timeout=_TIMEOUT,
+            stdout_path=spool,
         )  # fmt: skip
     finally:
         remove_tree(job.scratch)

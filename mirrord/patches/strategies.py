@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from signal import SIGABRT
@@ -125,9 +124,6 @@ def apply_patch(
         fitted, results = applied
     results = with_objects(results, pointed, moved.notes) if pointed else results
     return Applied(_changes(tree, moved.results | results), fitted, moved.notes)
-
-
-_TIMEOUT = timedelta(minutes=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +248,7 @@ class _Application:
                 *(("--reverse",) if self.reverse else ()), "-", doing="apply a patch",
                 git_dir=repository.git_dir, work_tree=self.scratch, stdin=patch,
                 # git 2.39 aborts on some patches: a refusal like the others
-                ok=(0, 1, 128, -SIGABRT), timeout=_TIMEOUT,
+                ok=(0, 1, 128, -SIGABRT),
             )  # fmt: skip
             if done.status:
                 raise _refusal(done.stderr)

@@ -20,6 +20,8 @@ from ..errors import LimitReachedError, UsageError
 DOWNLOAD_BYTES = 4 * 1024**3
 # of all kinds; the trees of known data sets have less than a tenth
 DOWNLOAD_FILES = 1_000_000
+# what is refused is removed by shutil.rmtree, which holds a descriptor for each level, of often
+# 1,024
 DOWNLOAD_DEPTH = 256
 _BLOCK = tarfile.BLOCKSIZE
 # members that contradict each other: one name twice, a file as a directory, no directory

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,7 +34,7 @@ from ..places import whole_path
 from ..telemetry import log
 from ..trees.reader import weigh
 from ..workers.coalesce import Coalescer
-from ..workers.pool import Workers
+from ..workers.pool import CALL_TIMEOUT, Workers
 from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
 from .modules import config_of, place_module, place_objects
@@ -48,7 +47,6 @@ if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
 
 
 CompositionOf = Callable[[MirrorName, CommitId], Awaitable[Composition | None]]
-_PLACE_TIMEOUT = timedelta(minutes=10)
 
 
 async def no_composition(_name: MirrorName, _commit: CommitId) -> Composition | None:
@@ -56,7 +54,6 @@ async def no_composition(_name: MirrorName, _commit: CommitId) -> Composition | 
 
 
 GRAPH_MIN_OBJECTS = 20_000  # with fewer, `log`, `blame` and `describe` are as fast without a graph
-_CHECK_TIMEOUT = timedelta(minutes=10)
 # git takes a directory without `objects` and `refs` for no repository, even if they are empty
 _DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
 
@@ -162,7 +159,7 @@ class StoreBuilder:
         if stats == before:
             return store
         changed = [path for path, seen in stats.items() if before.get(path) != seen]
-        damage = await self.workers.run(disk.find_damage, store, changed, timeout=_CHECK_TIMEOUT)
+        damage = await self.workers.run(disk.find_damage, store, changed)
         if damage:
             log.warning("store.damaged", store=str(store.path), damage=damage[:3])
             await self.remove(self.discard(store))
@@ -258,9 +255,7 @@ class StoreBuilder:
             return 0
         discarded = new_trash(path.parent)
         path.rename(discarded)  # nothing was awaited since the look
-        weights = await self.workers.run(
-            weigh, {"": [(discarded,)]}, _PLACE_TIMEOUT.total_seconds(), timeout=_PLACE_TIMEOUT
-        )
+        weights = await self.workers.run(weigh, {"": [(discarded,)]}, CALL_TIMEOUT.total_seconds())
         await self.remove(discarded)
         return weights[""].total_bytes
 
@@ -352,7 +347,7 @@ class StoreBuilder:
         target = whole_path(self._root, str(name))
         if composition and composition.tree and not has_whole(target, composition):
             whole = whole_of(self.mirrors_path, name, commit, composition)
-            composed = await self.workers.run(compose, target, [whole], timeout=_PLACE_TIMEOUT)
+            composed = await self.workers.run(compose, target, [whole])
             if composed != [composition.tree]:
                 raise CommitUnservableError(
                     f"cannot check out commit {commit} of {name}: the LFS objects on this host are"
@@ -367,7 +362,7 @@ class StoreBuilder:
         """Put the submodules and LFS objects of a base commit into its unfinished store."""
         run, mirror = self.workers.run, self.mirrors_path(name)
         if composition.pointers:
-            await run(place_objects, mirror, commit, top / ".git", timeout=_PLACE_TIMEOUT)
+            await run(place_objects, mirror, commit, top / ".git")
         # those above first: a submodule within another stands in its tree
         for module in sorted(composition.modules, key=lambda part: part.path.count("/")):
             sub = MirrorName.parse(module.mirror)
@@ -375,7 +370,7 @@ class StoreBuilder:
             with self.holding(store):
                 await run(
                     place_module, top, module, composition.modules, self.mirrors_path(sub),
-                    store.git, timeout=_PLACE_TIMEOUT,
+                    store.git,
                 )  # fmt: skip
 
     def recompose(self, compositions: Mapping[tuple[str, CommitId], Composition]) -> None:

@@ -10,7 +10,6 @@ import secrets
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import anyio.to_thread
@@ -155,10 +154,6 @@ class MirrorTemplates:
         return files
 
 
-# every file of a layer is read
-_TIMEOUT = timedelta(minutes=10)
-
-
 @dataclass(eq=False, repr=False)
 class TemplateRegistry:
     """The layers of all mirrors, below `root`. Belongs to the event loop's thread.
@@ -233,7 +228,7 @@ class TemplateRegistry:
         """Read a layer again and compare it with its record."""
         try:
             chain = templates.chain(tree)
-            await self.workers.run(verify_layer, templates.trees, chain, timeout=_TIMEOUT)
+            await self.workers.run(verify_layer, templates.trees, chain)
         except (IntegrityError, NotFoundError, KeyError) as error:  # KeyError: its base is gone
             mirror = templates.directory.name
             log.warning("template.refused", mirror=mirror, tree=tree, error=str(error))

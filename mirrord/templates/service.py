@@ -83,8 +83,6 @@ def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
     )
 
 
-# then the worker is killed, and the checkout refused
-_BUILD_TIMEOUT = timedelta(minutes=10)
 # every byte of a mirror's templates is read, at low priority
 _SCRUB_TIMEOUT = timedelta(hours=1)
 
@@ -196,7 +194,7 @@ class Templates:
             path, mirror = templates.new_path(), self.mirrors_path(name)
             try:
                 layer = await self.workers.run(
-                    build_layer, mirror, commit, templates.trees, path, near, timeout=_BUILD_TIMEOUT
+                    build_layer, mirror, commit, templates.trees, path, near
                 )
                 templates.add(path, layer)
             finally:

@@ -42,6 +42,8 @@ copyreg.pickle(PosixPath, lambda path: (PosixPath, (str(path),)))
 # most answers come at once; a longer one is read in pieces of it
 _RECEIVED_BYTES = 64 * 1024
 _USERS = 5  # users that can have their full share of calls at a time
+# then the worker is killed; calls that may take longer say so
+CALL_TIMEOUT = timedelta(minutes=10)
 # calls up to it have turns of their own, and never wait behind an audit
 _SHORT = timedelta(minutes=1)
 
@@ -188,7 +190,9 @@ class Workers:
         self._retire_timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    async def run(self, function: Callable[[*Ts], T], /, *args: *Ts, timeout: timedelta) -> T:
+    async def run(
+        self, function: Callable[[*Ts], T], /, *args: *Ts, timeout: timedelta = CALL_TIMEOUT
+    ) -> T:
         """Run `function` in a worker.
 
         Raises its errors; DeadlineError after `timeout`; OutOfMemoryError above

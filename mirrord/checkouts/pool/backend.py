@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +44,6 @@ if TYPE_CHECKING:  # workers load this module, and need none of them
     from ...templates.environments import EnvironmentStore
     from ...templates.service import Templates
     from ...workers.pool import Workers
-
-_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(eq=False, repr=False)
@@ -89,7 +87,7 @@ class PoolBackend:
             else:
                 try:
                     tree, timings = await self.workers.run(
-                        make, paths, lease.base.commit, lease.base.tree, spare, timeout=_TIMEOUT
+                        make, paths, lease.base.commit, lease.base.tree, spare
                     )
                 finally:
                     self.trash.add(*spare)
@@ -118,9 +116,7 @@ class PoolBackend:
                 template = self.templates.find(*wanted) or await self.templates.ensure(*wanted)
                 stack.enter_context(self.templates.holding(template))
                 paths = paths._replace(template=template.files)
-            return await self.workers.run(
-                make, paths, lease.base.commit, lease.base.tree, None, timeout=_TIMEOUT
-            )
+            return await self.workers.run(make, paths, lease.base.commit, lease.base.tree, None)
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """Reset in place. A failure after the tree was touched leaves the lease RESETTING."""
@@ -130,9 +126,7 @@ class PoolBackend:
             before = leases.find(to.id)
             leases.save(resetting(to))
             try:
-                proof = await self.workers.run(
-                    make_clean, paths, to.base.commit, to.base.tree, timeout=_TIMEOUT
-                )
+                proof = await self.workers.run(make_clean, paths, to.base.commit, to.base.tree)
             except (errors.TooLargeError, errors.TreeMountedError):
                 leases.save(before or to)  # nothing was touched yet
                 raise
@@ -233,7 +227,7 @@ class PoolBackend:
     async def _make_environment(self, lease: Lease, trash: Path) -> None:
         """Have the environment beside the tree as the lease says; take one away that it lacks."""
         if lease.base.environment is not None:
-            await self.workers.run(make_prefix, self._prefix(lease, trash), timeout=_TIMEOUT)
+            await self.workers.run(make_prefix, self._prefix(lease, trash))
         elif (left := lease.directories.public / ENVIRONMENT).exists():
             gone = new_trash(lease.directories.public)
             left.rename(gone)

@@ -7,7 +7,6 @@ its base commit (`datasets/unwrapping.py`).
 import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import anyio
@@ -39,9 +38,6 @@ from ..building import own_peer
 from ..specs import image_of, image_recipe_of, template_of
 from .importing import Images, key_of_image
 from .upstreams import find_repository, write_upstream
-
-# links to the objects of a repository; it has a few packs, or some 100,000 loose objects
-_LINK_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -169,7 +165,8 @@ class RowImages:
             stack = [self.images.store.layers / layer for layer in record.facts["stack"]]
             place = image_upstream(mirrors.settings(), mirror)
             await anyio.to_thread.run_sync(lambda: place.parent.mkdir(0o700, True, True))
-            await mirrors.workers.run(write_upstream, stack, tree, place, timeout=_LINK_TIMEOUT)
+            # links its objects: a few packs, or some 100,000 loose ones
+            await mirrors.workers.run(write_upstream, stack, tree, place)
             await mirrors.add(mirror.repo)
             synced = await mirrors.sync(mirror)
             await self.datasets.repin(mirror)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CorruptObjectError, GitFailedError
+from ...model import TREE_DEPTH_LIMIT
 from ...quoting import decode_name, encode_name
 from ..command import run_git_sync
 from ..lfs import POINTER_BYTES, Pointer, parse_pointer, read_object
@@ -115,7 +116,7 @@ class _Reader:
             return below
         links, attributes = list[tuple[bytes, str]](), list[tuple[bytes, str]]()
         for name, (mode, oid) in self._names_in(tree).items():
-            if mode == _TREE and depth < _DEPTH:
+            if mode == _TREE and depth < TREE_DEPTH_LIMIT:
                 inner = self._read(oid, depth + 1)
                 if inner is not _NOTHING:
                     start = name + b"/"
@@ -227,9 +228,6 @@ class _Reader:
             elif key:
                 keys.setdefault(key, value)
         return self._configs
-
-
-_DEPTH = 200
 
 
 class Part(NamedTuple):
