@@ -127,7 +127,7 @@ def incomplete_refs(
     return incomplete
 
 
-class Missing(NamedTuple):
+class MissingObjects(NamedTuple):
     """Objects that a repository lacks; `commits` may include tips of unknown type.
 
     `whole` are the latest commits that have all ancestors.
@@ -145,7 +145,7 @@ class Missing(NamedTuple):
         return self.commits | self.others
 
 
-def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
+def find_missing(stand_in: Path, tips: Collection[str]) -> MissingObjects:
     """Find the missing objects that existing ones in the closures of `tips` refer to.
 
     A walk of git (2.39) ends at the first missing commit. Therefore the graph is made from all
@@ -163,7 +163,7 @@ def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
         targets = {tag.data[7:47].decode("ascii", "replace") for tag in read}  # after "object "
         pending = object_kinds(stand_in, targets - kinds.keys() - lost)
     if not lost and find_hole(stand_in, kinds) is None:
-        return Missing()
+        return MissingObjects()
     commits = [oid for oid, kind in kinds.items() if kind == "commit"]
     graph = read_graph(stand_in, commits)
     reached = ancestors(graph, commits)
@@ -175,7 +175,7 @@ def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
     broken = first_absent_ancestor(graph, present)
     sound = {oid for oid in present if oid not in broken}
     latest = sound - {parent for oid in sound for parent in graph[oid]}
-    return Missing(
+    return MissingObjects(
         frozenset(lost | (reached - present)),
         frozenset(line[1:] for line in walked.lines if line.startswith("?")),
         tuple(sorted(latest)[:2000]),

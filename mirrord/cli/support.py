@@ -35,7 +35,7 @@ def write_report(session: Session, path: Path) -> None:
     """Write what can be had, without a daemon and as any user; missing parts are listed."""
     made_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     parts, missing = {}, {}
-    for name, collect in _parts(session).items():
+    for name, collect in _Parts(session).all().items():
         try:
             parts[name] = collect()
         except (errors.MirrordError, OSError, ValueError) as error:
@@ -47,70 +47,75 @@ def write_report(session: Session, path: Path) -> None:
     session.answer({"path": str(path), **manifest}, [str(path)])
 
 
-def _parts(session: Session) -> dict[str, Callable[[], str]]:
-    scrub, client = Scrubber(), session.client
+class _Parts:
+    """What is asked for the parts; each method but `state_dir` and `settings` returns one."""
 
-    def answer_of(request: Callable[[], Any]) -> Callable[[], str]:
-        return lambda: _text(scrub.facts(request().to_json()))
+    def __init__(self, session: Session) -> None:
+        self._session, self._client, self._scrub = session, session.client, Scrubber()
 
-    def activity() -> str:
-        answer = client.activity(history=True).to_json()
-        operations = [scrub.operation(operation) for operation in answer.pop("operations", [])]
-        return _text({**scrub.facts(answer), "operations": operations})
+    def all(self) -> dict[str, Callable[[], str]]:
+        """Return what makes each part, by the name of its file."""
+        client, scrub = self._client, self._scrub
+        return {
+            "versions.json": lambda: _text(find_versions()),
+            "configuration.json": self.configuration,
+            "doctor.json": self.doctor,
+            "places.json": lambda: _text(scrub.value(find_places(self.state_dir()))),
+            "health.json": lambda: _text(scrub.facts(client.health().to_json())),
+            "status.json": lambda: _text(scrub.facts(client.status().to_json())),
+            "running-configuration.json": lambda: _text(
+                scrub.value(client.configuration().to_json())
+            ),
+            "activity.json": self.activity,
+            "events.jsonl": self.events,
+            "operations.jsonl": self.operations,
+            "metrics.txt": lambda: scrub.text(client.metrics()),
+            "journal.jsonl": self.journal,
+        }
 
-    def events() -> str:
-        recent = deque(client.events(after="0", follow=False), maxlen=_EVENTS_MAX)
+    def settings(self) -> Settings:
+        return config.load(self._session.config_path)
+
+    def state_dir(self) -> Path:
+        """Return that of the daemon that answers, which may have another configuration."""
+        try:
+            return Path(self._client.status().state_dir)
+        except errors.MirrordError:
+            return self.settings().state_dir
+
+    def configuration(self) -> str:
+        return _text(self._scrub.value(json.loads(masked(self.settings().model_dump_json()))))
+
+    def doctor(self) -> str:
+        checks = examine(self.settings(), self._session.config_path)
+        return _text([self._scrub.value(check._asdict()) for check in checks])
+
+    def activity(self) -> str:
+        answer = self._client.activity(history=True).to_json()
+        operations = map(self._scrub.operation, answer.pop("operations", []))
+        return _text({**self._scrub.facts(answer), "operations": [*operations]})
+
+    def events(self) -> str:
+        recent = deque(self._client.events(after="0", follow=False), maxlen=_EVENTS_MAX)
         scrubbed = [
             {"id": event.id, "at": event.at.isoformat(), "name": event.name,
-             **scrub.event(event.name, event.fields)}
+             **self._scrub.event(event.name, event.fields)}
             for event in recent
         ]  # fmt: skip
         return _lines(scrubbed)
 
-    def operations() -> str:
-        listed = client.list_operations()[:_OPERATIONS_MAX]
-        return _lines([scrub.operation(operation.to_json()) for operation in listed])
+    def operations(self) -> str:
+        listed = self._client.list_operations()[:_OPERATIONS_MAX]
+        return _lines([self._scrub.operation(operation.to_json()) for operation in listed])
 
-    def settings() -> Settings:
-        return config.load(session.config_path)
-
-    def state_dir() -> Path:
-        """Return that of the daemon that answers, which may have another configuration."""
+    def journal(self) -> str:
         try:
-            return Path(client.status().state_dir)
+            return _lines(list(read_journal(self._scrub)))
         except errors.MirrordError:
-            return settings().state_dir
-
-    def doctor() -> str:
-        checks = examine(settings(), session.config_path)
-        return _text([scrub.value(check._asdict()) for check in checks])
-
-    def configuration() -> str:
-        return _text(scrub.value(json.loads(masked(settings().model_dump_json()))))
-
-    def journal() -> str:
-        try:
-            return _lines(list(read_journal(scrub)))
-        except errors.MirrordError:
-            log = Layout(state_dir()).detached_log
+            log = Layout(self.state_dir()).detached_log
             if not log.exists():
                 raise
-            return _lines(list(read_log(log, scrub)))
-
-    return {
-        "versions.json": lambda: _text(find_versions()),
-        "configuration.json": configuration,
-        "doctor.json": doctor,
-        "places.json": lambda: _text(scrub.value(find_places(state_dir()))),
-        "health.json": answer_of(client.health),
-        "status.json": answer_of(client.status),
-        "running-configuration.json": lambda: _text(scrub.value(client.configuration().to_json())),
-        "activity.json": activity,
-        "events.jsonl": events,
-        "operations.jsonl": operations,
-        "metrics.txt": lambda: scrub.text(client.metrics()),
-        "journal.jsonl": journal,
-    }
+            return _lines(list(read_log(log, self._scrub)))
 
 
 def _text(value: Any) -> str:

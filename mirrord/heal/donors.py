@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
-from ..audit.connectivity import Missing
+from ..audit.connectivity import MissingObjects
 from ..audit.defects import TIMEOUT
 from ..audit.stand_in import borrow_from, make_repository
 from ..bundles.bundle_file import BundleHeader, index_bundle, read_header
@@ -46,7 +46,7 @@ class Donor(NamedTuple):
     """A source of objects. `lend` opens a repository to take from, or None where it has none."""
 
     name: str
-    lend: Callable[[Missing], AbstractAsyncContextManager[Path | None]]
+    lend: Callable[[MissingObjects], AbstractAsyncContextManager[Path | None]]
 
 
 class DonorBundle(NamedTuple):
@@ -111,7 +111,7 @@ class Donors:
 
     @asynccontextmanager
     async def _closure_packs(
-        self, name: MirrorName, missing: Missing
+        self, name: MirrorName, missing: MissingObjects
     ) -> AsyncIterator[Path | None]:
         into, templates = self.work / f"packs-{name}", self.layout.templates / str(name)
         is_there = into.exists() or await anyio.to_thread.run_sync(
@@ -120,7 +120,7 @@ class Donors:
         yield into if is_there else None
 
     @asynccontextmanager
-    async def _from_store(self, missing: Missing) -> AsyncIterator[Path | None]:
+    async def _from_store(self, missing: MissingObjects) -> AsyncIterator[Path | None]:
         """Lend packs of the store on top of the stand-in; after an error, no more of them."""
         into = self.work / "published"
         if STORE not in self.refusals:
@@ -134,7 +134,7 @@ class Donors:
                 self.refusals[STORE] = error.message
         yield into if into.exists() else None
 
-    async def _download(self, missing: Missing, into: Path) -> None:
+    async def _download(self, missing: MissingObjects, into: Path) -> None:
         self.store = self.store or await open_store(self.mirrors, self.row.name)
         if self.store is None:
             return
@@ -147,7 +147,7 @@ class Donors:
             self.refusals[STORE] = self.store.damage
 
     @asynccontextmanager
-    async def _by_id(self, upstream: Upstream, missing: Missing) -> AsyncIterator[Path]:
+    async def _by_id(self, upstream: Upstream, missing: MissingObjects) -> AsyncIterator[Path]:
         """Fetch trees and blobs into an empty repository, and commits on top of whole ones here.
 
         So upstream sends only what is new of the commits.
@@ -167,7 +167,7 @@ class Donors:
 
     @asynccontextmanager
     async def _whole(
-        self, upstream: Upstream, tips: Collection[str], missing: Missing
+        self, upstream: Upstream, tips: Collection[str], missing: MissingObjects
     ) -> AsyncIterator[Path | None]:
         """Fetch everything, for objects that upstream does not give by id."""
         if missing.all <= set(tips):
@@ -212,7 +212,7 @@ class Donors:
         return Donor(bundle.name, partial(self._unpacked, bundle))
 
     @asynccontextmanager
-    async def _unpacked(self, bundle: DonorBundle, _missing: Missing) -> AsyncIterator[Path]:
+    async def _unpacked(self, bundle: DonorBundle, _missing: MissingObjects) -> AsyncIterator[Path]:
         """Lend the objects of a bundle on top of the stand-in, unpacked once in a heal.
 
         A bundle that fails is tried again later: it may build on what the next donor gives.
@@ -246,7 +246,7 @@ class Donors:
 
     @asynccontextmanager
     async def _salvaged(
-        self, pack: Path, number: int, missing: Missing
+        self, pack: Path, number: int, missing: MissingObjects
     ) -> AsyncIterator[Path | None]:
         into = self.work / f"kept-{number}"
         try:
@@ -273,7 +273,7 @@ async def open_store(mirrors: Mirrors, name: MirrorName) -> "StoreDonor | None":
 
 
 @asynccontextmanager
-async def lend(repository: Path, _missing: Missing) -> AsyncIterator[Path | None]:
+async def lend(repository: Path, _missing: MissingObjects) -> AsyncIterator[Path | None]:
     yield repository if repository.is_dir() else None
 
 

@@ -18,7 +18,7 @@ import anyio
 from anyio import to_thread
 
 from .. import errors
-from ..audit.connectivity import Missing, find_missing
+from ..audit.connectivity import MissingObjects, find_missing
 from ..audit.defects import TIMEOUT, BadFile, Defect, FileKind
 from ..audit.object_files import find_bad_files
 from ..audit.refs import RefFiles, read_ref_files
@@ -98,7 +98,9 @@ class MirrorRepair:
         replaced += [*self._replaced_refs(files, plan), *self._outdated(replaced, missing)]
         return await self._publish(missing, replaced, plan)
 
-    async def _publish(self, missing: Missing, replaced: list[BadFile], plan: RefPlan) -> Repair:
+    async def _publish(
+        self, missing: MissingObjects, replaced: list[BadFile], plan: RefPlan
+    ) -> Repair:
         final = self.work / "final"
         counts = self.transfer.counts
         await anyio.to_thread.run_sync(make_repository, final)
@@ -183,7 +185,7 @@ class MirrorRepair:
             donor = Donor("targets of symbolic links", partial(lend, linked))
             self.salvaged["/linked"] = donor  # no pack has such a name
 
-    async def _collect(self, tips: Collection[str]) -> Missing:
+    async def _collect(self, tips: Collection[str]) -> MissingObjects:
         """Ask donors for what is missing, again while a round helps; return what stays missing."""
         missing = await self._missing(tips)
         donors = list(self.salvaged.values())
@@ -197,8 +199,8 @@ class MirrorRepair:
         return missing
 
     async def _ask_each(
-        self, donors: Collection[Donor], tips: Collection[str], missing: Missing
-    ) -> Missing:
+        self, donors: Collection[Donor], tips: Collection[str], missing: MissingObjects
+    ) -> MissingObjects:
         """Ask each donor in turn, and again while it has something; return what stays missing."""
         for donor in donors:
             while missing:
@@ -218,7 +220,7 @@ class MirrorRepair:
                 missing = await self._missing(tips)
         return missing
 
-    async def _missing(self, tips: Collection[str]) -> Missing:
+    async def _missing(self, tips: Collection[str]) -> MissingObjects:
         return await self.workers.run(find_missing, self.stand_in, sorted(tips), timeout=TIMEOUT)
 
     async def _restart_history(self, refs: Mapping[str, str], plan: RefPlan) -> None:
@@ -290,7 +292,9 @@ class MirrorRepair:
             bad.append(BadFile("packed-refs", FileKind.PACKED_REFS, reason))
         return bad
 
-    def _outdated(self, replaced: Collection[BadFile], missing: Missing) -> Iterator[BadFile]:
+    def _outdated(
+        self, replaced: Collection[BadFile], missing: MissingObjects
+    ) -> Iterator[BadFile]:
         """List files that git derived from packs that go, or from lost commits."""
         listed = {bad.path for bad in replaced}
         objects = self.git_dir / "objects"

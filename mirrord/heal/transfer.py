@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..audit.connectivity import Missing
+from ..audit.connectivity import MissingObjects
 from ..audit.damage import unreadable
 from ..audit.defects import TIMEOUT
 from ..audit.reading import object_kinds
@@ -31,7 +31,7 @@ class Transfer:
     packs: list[Path] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
-    async def take_missing(self, name: str, donor: Path, missing: Missing) -> int:
+    async def take_missing(self, name: str, donor: Path, missing: MissingObjects) -> int:
         """Take the missing objects that the donor has, and what they reach; return the count."""
         wanted = await self._find_present(donor, missing.all)
         if not wanted:

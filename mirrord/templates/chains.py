@@ -62,6 +62,58 @@ def choose_root(layers: Layers, line: Sequence[CommitId], recorded: Collection[C
     return oldest or min(ROOT_MARGINS[min(roots, len(ROOT_MARGINS) - 1)], len(line) - 1)
 
 
+class _Line:
+    """First parents, newest first, and the layers that they have or are to get."""
+
+    def __init__(self, existing: Layers, line: Sequence[CommitId]) -> None:
+        self.line, self.existing, self.layers = line, existing, dict(existing)
+        self.planned: dict[CommitId, PackLayer] = {}
+        if line[-1] not in self.layers:
+            self.add(line[-1], None, 0)
+        self.start = self.layers[line[-1]].depth
+        self.end = self.start + len(line) - 1
+        self.at = {self.start + steps: commit for steps, commit in enumerate(reversed(line))}
+
+    def add(self, commit: CommitId, base: PackLayer | None, depth: int) -> None:
+        layer = PackLayer(commit, base.commit if base else None, depth)
+        self.layers[commit] = self.planned[commit] = layer
+
+    def add_waypoint(self, depth: int) -> None:
+        if depth < self.end and self.at[depth] not in self.layers:
+            below = previous(depth) if is_waypoint(depth) else depth - AHEAD_STRIDE
+            self.add(self.at[depth], self.waypoint_at(below), depth)
+
+    def waypoint_at(self, depth: int) -> PackLayer:
+        """Return the layer at `depth`, planned or in the chain below the line.
+
+        A far layer has none near it: a lower one would pack all that is between once more.
+        """
+        if depth in self.at and self.at[depth] in self.layers:
+            return self.layers[self.at[depth]]
+        below = chain(self.layers, self.line[-1])
+        base = next(layer for layer in reversed(below) if layer.depth <= depth)
+        is_far = self.start - base.depth > NEIGHBOURS and len(below) < CHAIN_LIMIT // 2
+        return below[-1] if is_far else base
+
+    def add_first(self, *, straight: bool) -> None:
+        """Plan the layer of the first commit, on the layers planned before."""
+        end = self.end
+        if is_waypoint(end) and not straight:
+            base = self.waypoint_at(previous(end))
+        else:
+            nearest = next(commit for commit in self.line[1:] if commit in self.layers)
+            base = choose_base(self.layers, nearest, end)
+        # another commit at this place, such as an amended one: both then share the parent's layer
+        has_sibling = any(
+            layer.base == base.commit and layer.depth == end for layer in self.existing.values()
+        )
+        if base.commit != self.line[1] and has_sibling:
+            if self.line[1] not in self.layers:
+                self.add(self.line[1], base, end - 1)
+            base = self.layers[self.line[1]]
+        self.add(self.line[0], base, end)
+
+
 def plan(
     existing: Layers,
     line: Sequence[CommitId],
@@ -77,29 +129,8 @@ def plan(
     step has none within a `stride`: recorded commits are mostly requested oldest first, so each
     stands on the one before and no object is packed twice.
     """
-    planned: dict[CommitId, PackLayer] = {}
-    layers = dict(existing)
-
-    def add(commit: CommitId, base: PackLayer | None, depth: int) -> None:
-        layers[commit] = planned[commit] = PackLayer(commit, base.commit if base else None, depth)
-
-    def waypoint_at(depth: int) -> PackLayer:
-        """Return the layer at `depth`, planned or in the chain below the line.
-
-        A far layer has none near it: a lower one would pack all that is between once more.
-        """
-        if depth in on_line and on_line[depth] in layers:
-            return layers[on_line[depth]]
-        below = chain(layers, line[-1])
-        base = next(layer for layer in reversed(below) if layer.depth <= depth)
-        is_far = start - base.depth > NEIGHBOURS and len(below) < CHAIN_LIMIT // 2
-        return below[-1] if is_far else base
-
-    if line[-1] not in layers:
-        add(line[-1], None, 0)
-    start = layers[line[-1]].depth
-    end = start + len(line) - 1
-    on_line = {start + steps: commit for steps, commit in enumerate(reversed(line))}
+    made = _Line(existing, line)
+    start, end = made.start, made.end
     depths: Iterable[int] = grid(start, end)
     if ahead:
         depths = range(start - start % AHEAD_STRIDE + AHEAD_STRIDE, end + 1, AHEAD_STRIDE)
@@ -107,28 +138,10 @@ def plan(
         is_near = end - start <= stride
         depths = () if is_near else [depth for depth in depths if depth % stride == 0]
     for depth in depths:
-        if depth < end and on_line[depth] not in layers:
-            add(
-                on_line[depth],
-                waypoint_at(previous(depth) if is_waypoint(depth) else depth - AHEAD_STRIDE),
-                depth,
-            )
-    if line[0] in layers:
-        return list(planned.values())
-    if is_waypoint(end) and not straight:
-        base = waypoint_at(previous(end))
-    else:
-        base = choose_base(layers, next(commit for commit in line[1:] if commit in layers), end)
-    # another commit at this place, such as an amended one: both then share the parent's layer
-    has_sibling = any(
-        layer.base == base.commit and layer.depth == end for layer in existing.values()
-    )
-    if base.commit != line[1] and has_sibling:
-        if line[1] not in layers:
-            add(line[1], base, end - 1)
-        base = layers[line[1]]
-    add(line[0], base, end)
-    return list(planned.values())
+        made.add_waypoint(depth)
+    if line[0] not in made.layers:
+        made.add_first(straight=straight)
+    return list(made.planned.values())
 
 
 def plan_far(existing: Layers, line: Sequence[CommitId]) -> list[PackLayer]:

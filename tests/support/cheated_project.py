@@ -171,7 +171,11 @@ def cheat_lab(root: Path) -> Iterator[CheatLab]:
         upstream.git("add", "--all")
         patch = upstream.git("diff", "--cached", commit) + "\n"
         upstream.git("reset", "--hard", "--quiet", commit)
-        config = {"python": "3.11", "test_cmd": COMMANDS[runner], "log_parser": PARSERS[runner]}
+        config: dict[str, Any] = {
+            "python": "3.11",
+            "test_cmd": COMMANDS[runner],
+            "log_parser": PARSERS[runner],
+        }
         config["pip_packages"] = ["pytest", "tiny", "tinyplug"] if runner == "pytest" else []
         rows.append({
             "instance_id": runner, "repo": "acme/shapes", "base_commit": commit, "test_patch": patch, "version": runner,

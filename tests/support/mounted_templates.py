@@ -55,8 +55,8 @@ class Lab:
         public, private = self.state / "checkouts" / name, self.state / "leases" / name
         for directory, mode in ((public, 0o711), (public / "tree", 0o755), (private, 0o700)):
             self._make(directory, mode)
-        for directory, mode in (("layer", 0o700), ("layer/upper", 0o755), ("layer/work", 0o700)):
-            self._make(private / directory, mode)
+        for part, mode in (("layer", 0o700), ("layer/upper", 0o755), ("layer/work", 0o700)):
+            self._make(private / part, mode)
         seen = owner or (self.uid, self.uid)
         os.chown(private / "layer/upper", *seen)
         (private / "lease.json").write_text(

@@ -80,7 +80,8 @@ class Strike:
     def end(self, script: bytes = b"") -> None:
         """End the owner's shell, if there is one, after a script."""
         if self._owner and self._owner.returncode is None:
-            assert self._owner.communicate(script) == (b"", None)
+            said, _ = self._owner.communicate(script)
+            assert said == b""
 
 
 def struck(function: Callable[..., Any], args: tuple[Any, ...], strike: Strike) -> int:

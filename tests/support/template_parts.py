@@ -37,14 +37,14 @@ class Store:
         home = state_dir / "home"
         home.mkdir(parents=True, exist_ok=True)
 
-        def settings():
+        def settings() -> Settings:
             checkouts = {"template_bytes": self.template_bytes, "ttl": self.ttl}
             return Settings.model_validate({"checkouts": checkouts})
 
-        async def recorded(name):
+        async def recorded(name: MirrorName) -> set[CommitId]:
             return self.named
 
-        def path(name):
+        def path(name: MirrorName) -> Path:
             return upstream.path / ".git"
 
         self.stores = StoreBuilder(
