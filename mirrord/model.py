@@ -41,9 +41,6 @@ FROM_IMAGE, FROM_IMAGE_HEAD = "from-image", "image-head"
 ENVIRONMENT_KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")  # a segment of a URL's path
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
-_GROUPS = re.compile(rf"{_OWNER.pattern}(?:\+[A-Za-z0-9_][A-Za-z0-9._-]{{0,99}})*", re.ASCII)
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Resolved(NamedTuple):
@@ -289,6 +286,10 @@ class Direction(StrEnum):
     REVERSE = "reverse"
 
 
+_GROUPS = re.compile(rf"{_OWNER.pattern}(?:\+[A-Za-z0-9_][A-Za-z0-9._-]{{0,99}})*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
+
+
 @dataclass(frozen=True, slots=True)
 class MirrorName:
     """A mirror's name, `owner__name`, split at the first `__`. Look-ups ignore letter case.
@@ -349,6 +350,9 @@ class EnvironmentName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.key}@{self.digest[:12]}"
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def parse_commit(text: str) -> CommitId:

@@ -46,9 +46,6 @@ _QUERY = re.compile(
 _HIDDEN_WORDS = r"(?:access_|private_|auth_)?token|password|passwd|secret|api_?key|authorization"
 _SECRET_PAIR = re.compile(rf"(?i)\b({_HIDDEN_WORDS})(\s*[=:]\s*)(?:basic |bearer )?[^\s&'\"]+")
 
-# syslog's, which journald reads from `<N>` at the start of a line (sd-daemon(3))
-_PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
-
 
 def new_request_id() -> str:
     # `random` makes no system call; one would release the interpreter lock and wait for it again
@@ -247,6 +244,10 @@ class _LineWriter:
             self._write(f"{prefix}{line}\n")
         if is_error:
             flush()
+
+
+# syslog's, which journald reads from `<N>` at the start of a line (sd-daemon(3))
+_PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 
 
 def priority(level: str, out: TextIO) -> str:

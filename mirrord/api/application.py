@@ -35,12 +35,6 @@ from .request import (
 )
 from .table import ENDPOINTS, Endpoint
 
-# made once: each builds a validator of its own
-_BODIES = {
-    endpoint.json_body: TypeAdapter(endpoint.json_body)
-    for endpoint in ENDPOINTS
-    if endpoint.json_body
-}
 # what a client may repeat later: too many, unavailable, and no room on the disk
 _REFUSALS = {429, 503, 507}
 _HINT = "GET /v1/openapi.json lists all paths"
@@ -97,6 +91,14 @@ class Routes:
                 "cannot answer the request: no such path", hint=_HINT
             ) from error
         return methods[method], parameters
+
+
+# made once: each builds a validator of its own
+_BODIES = {
+    endpoint.json_body: TypeAdapter(endpoint.json_body)
+    for endpoint in ENDPOINTS
+    if endpoint.json_body
+}
 
 
 class Application:

@@ -18,7 +18,6 @@ from ..protocol.codec import EnvironmentName, Label, LayerName
 from ..telemetry import log
 from .request import Call, Query, read_patch, stream_file, text_response
 
-_DIFF = "text/x-diff"
 C = TypeVar("C", bound=protocol.Checkout)
 
 
@@ -126,6 +125,9 @@ async def attach_checkout(call: Call, body: protocol.AttachCheckout) -> protocol
 
 class DiffQuery(Query):
     format: DiffFormat = DiffFormat.PATCH
+
+
+_DIFF = "text/x-diff"
 
 
 async def diff_checkout(call: Call, query: DiffQuery) -> Response:

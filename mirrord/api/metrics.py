@@ -31,9 +31,6 @@ from ..errors import CatalogUnavailableError
 # a label's values are time series: thousands of mirrors would be as many in Prometheus
 MIRRORS_SHOWN = 50
 
-_BOUNDS = (*map(floatToGoString, BUCKETS_S), "+Inf")
-_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-
 
 class Description(NamedTuple):
     kind: str
@@ -130,6 +127,9 @@ class _Families(Collector):
         return self._families
 
 
+_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+
+
 def _family(name: str, kind: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
     metric: Metric
     metric = family = _FAMILIES[kind](f"mirrord_{name}", text, labels=labels)
@@ -217,6 +217,9 @@ def _oldest(times: list[tuple[datetime, str]]) -> dict[str, float]:
     return {
         name: time.timestamp() for time, name in nsmallest(MIRRORS_SHOWN, times, key=itemgetter(0))
     }
+
+
+_BOUNDS = (*map(floatToGoString, BUCKETS_S), "+Inf")
 
 
 def _request_times(traffic: Traffic) -> Metric:

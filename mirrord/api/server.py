@@ -42,8 +42,6 @@ MAX_LINGERING = 64
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 16  # in one turn of the loop, so that many clients do not delay answers
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-# asyncio reads up to 256 KiB at once, including the end of the previous body
-_UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024
 
 
 class ConnectionCounter(Protocol):
@@ -161,6 +159,10 @@ class _Joining:
         if self._head:
             self.write(b"")
         self._transport.close()
+
+
+# asyncio reads up to 256 KiB at once, including the end of the previous body
+_UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024
 
 
 class HttpConnection(HttpToolsProtocol):

@@ -27,7 +27,6 @@ from .request import JSON_LIMIT_BYTES, Body, invalid_request, problem_response, 
 
 MEDIA_TYPES = tuple(f"application/vnd.docker.plugins.v1{minor}+json" for minor in ("", ".1", ".2"))
 PARTS = ("tree", "environment", "directory")
-_START, _FORK = TypeAdapter(StartCheckout), TypeAdapter(ForkCheckout)
 
 
 class _Nothing(BaseModel):
@@ -137,6 +136,9 @@ def _volume_facts(lease: Lease, volume: Volume) -> dict[str, Any]:
     return {
         "Name": volume.name, "Mountpoint": mountpoint, "CreatedAt": created_at, "Status": status,
     }  # fmt: skip
+
+
+_START, _FORK = TypeAdapter(StartCheckout), TypeAdapter(ForkCheckout)
 
 
 def _read_options(name: str, given: dict[str, str]) -> tuple[str, dict[str, str], Source]:

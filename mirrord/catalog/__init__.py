@@ -64,10 +64,6 @@ Query = Callable[Concatenate[Connection, P], T]
 BulkWork = Callable[Concatenate[str, P], T]
 Method = Callable[Concatenate["Catalog", P], Coroutine[Any, Any, T]]
 
-# after a failed attempt to reopen; queries in between fail at once instead of waiting in line
-_RETRY_S = 2.0
-_FULL_S = 30.0  # a later small write may succeed although a large one found no room
-
 
 def _reads(query: Query[P, T]) -> Method[P, T]:
     """Make a method that runs the query on one snapshot."""
@@ -110,6 +106,11 @@ def _writes_in_worker(work: BulkWork[P, T]) -> Method[P, T]:
 
 def _nothing(_: Connection) -> None:
     """Change nothing, in a transaction that waits for its turn."""
+
+
+# after a failed attempt to reopen; queries in between fail at once instead of waiting in line
+_RETRY_S = 2.0
+_FULL_S = 30.0  # a later small write may succeed although a large one found no room
 
 
 class _Outage:

@@ -25,8 +25,6 @@ from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins
 # key of a reason why all commits of a mirror have no pin
 ALL_COMMITS = "*"
 
-_NO_BRANCH = "the mirror has no such branch, tag or commit; a sync that brings it pins its commit"
-_NOT_YET = "it has not been pinned yet; import the dataset again"
 # of commits that are not pinned, in the answer about one dataset
 _SHOWN = 10_000
 # of the same in a list of all datasets, and rows of a cursor fetched at a time
@@ -174,6 +172,10 @@ def _counts(connection: Connection, dataset_id: int) -> dict[str, Any]:
     }
     counts["unpinned_count"] += counts.pop("unresolved_count")
     return counts
+
+
+_NO_BRANCH = "the mirror has no such branch, tag or commit; a sync that brings it pins its commit"
+_NOT_YET = "it has not been pinned yet; import the dataset again"
 
 
 def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[UnpinnedCommit]:

@@ -32,11 +32,6 @@ from ..trees.reader import TreeReader, parents
 from ..trees.relocation import Relocation
 from .pieces import CopyRule, Piece, Pieces, Taken, Where, select
 
-# a tree at rest takes two: one to copy by, one that finds it unchanged
-_ROUNDS = 5
-# read at a time with the rights of the owner, who may not enter the layer; long ones stay open
-_BATCH = 64
-_LONG_BYTES = 1 << 16  # a longer file is copied in the kernel
 # of a path that has become something else; ESTALE is overlayfs's, of what was renamed under it
 _CHANGED = (
     # EINVAL: no link any more, for readlink; ENXIO: a socket, for open
@@ -72,6 +67,10 @@ def copy_layer(
             return _copy(copy, lambda: locked.see(survey()), what)
         finally:
             locked.restore()
+
+
+# a tree at rest takes two: one to copy by, one that finds it unchanged
+_ROUNDS = 5
 
 
 def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
@@ -166,6 +165,11 @@ class _Read(NamedTuple):
     data: bytes = b""
     file: int = -1
     attributes: Mapping[str, bytes] = MappingProxyType({})
+
+
+# read at a time with the rights of the owner, who may not enter the layer; long ones stay open
+_BATCH = 64
+_LONG_BYTES = 1 << 16  # a longer file is copied in the kernel
 
 
 class _Copy:

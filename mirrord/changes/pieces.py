@@ -13,18 +13,6 @@ from ..errors import TooLargeError
 from ..trees.layer import is_whiteout
 from ..trees.scan import is_control
 
-# HEAD and similar files (in capitals), refs, logs and objects: nothing that configures git, that it
-# runs, or that borrows objects; no locks and no unfinished packs
-_OF_GIT = re.compile(
-    rb"\.git(?:/(?:[A-Z_]+|index|sharedindex\.[0-9a-f]{40}|packed-refs"
-    rb"|(?:refs|logs)(?:/.*(?<!\.lock))?"
-    rb"|objects(?:/[0-9a-f]{2}(?:/[0-9a-f]{38})?"
-    rb"|/pack(?:/pack-[0-9a-f]{40}\.(?:pack|idx|rev))?)?)?)?",
-    re.DOTALL,
-)
-# of any repository in the tree, in any spelling: git accepts `.GIT` on some systems
-_IN_GIT = re.compile(rb"(?:^|/)\.git(?:/|\Z)", re.IGNORECASE)
-
 
 class CopyLimits(NamedTuple):
     """The bounds of one copy: changed paths, their bytes, and time."""
@@ -118,6 +106,19 @@ def hidden_by(st: os.stat_result) -> Piece:
 
 
 Pieces = dict[bytes, Piece]
+
+
+# HEAD and similar files (in capitals), refs, logs and objects: nothing that configures git, that it
+# runs, or that borrows objects; no locks and no unfinished packs
+_OF_GIT = re.compile(
+    rb"\.git(?:/(?:[A-Z_]+|index|sharedindex\.[0-9a-f]{40}|packed-refs"
+    rb"|(?:refs|logs)(?:/.*(?<!\.lock))?"
+    rb"|objects(?:/[0-9a-f]{2}(?:/[0-9a-f]{38})?"
+    rb"|/pack(?:/pack-[0-9a-f]{40}\.(?:pack|idx|rev))?)?)?)?",
+    re.DOTALL,
+)
+# of any repository in the tree, in any spelling: git accepts `.GIT` on some systems
+_IN_GIT = re.compile(rb"(?:^|/)\.git(?:/|\Z)", re.IGNORECASE)
 
 
 def select(pieces: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]:

@@ -30,8 +30,6 @@ from ..model import Backend, CheckoutId, LayerId, new_checkout_id, shown
 from ..telemetry import log
 from .lease import Directories, Lease, LeaseState, from_json, to_json
 
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-
 
 class Aside(NamedTuple):
     """A checkout that a start could not take over, and why; its lease, if that could be read."""
@@ -242,6 +240,9 @@ def _let_in(uid: int, directory: Path) -> None:
     except BackendUnavailableError:
         if uid != 0:
             raise
+
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def _write(path: str, lease: Lease, *, durably: bool = False) -> None:

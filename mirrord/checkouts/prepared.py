@@ -36,7 +36,6 @@ from .leases import Leases
 from .lifecycle import Lifecycle
 
 LAYERS_LIMIT = 128
-_STACK_LIMIT = 16  # layers of layers: an overlay takes 64, a template has up to 18
 # a tree at rest takes two: the second copy finds nothing changed
 _ROUNDS = 5
 _RETIRED = ".retired"  # at the end of a name
@@ -77,6 +76,9 @@ class LayerRecord:
     def place(self) -> tuple[str, str, str]:
         """The key of the mirror, the commit and the history that it is for."""
         return self.mirror.key, self.commit, self.history
+
+
+_STACK_LIMIT = 16  # layers of layers: an overlay takes 64, a template has up to 18
 
 
 @dataclass(eq=False, repr=False)

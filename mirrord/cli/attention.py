@@ -9,8 +9,6 @@ from .output import cell, count, moment, problem_of, styled
 # of [checkouts] max: the last tenth is when an operator can still act
 _NEARLY_FULL = 0.9
 
-# SGR: red and yellow, of every terminal's 16 colours
-_COLOURS = {"degraded": "31", "problem": "31", "warning": "33"}
 
 _WARNING = "warning: "
 
@@ -89,6 +87,10 @@ def _mirror_problems(mirrors: Sequence[Mirror]) -> Iterator[Attention]:
         more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
         fact = f"{count(len(names), 'mirror')}: {problem}: {', '.join(names[:_NAMES_SHOWN])}{more}"
         yield Attention("problem", fact, f"mirrord mirror show {names[0]}")
+
+
+# SGR: red and yellow, of every terminal's 16 colours
+_COLOURS = {"degraded": "31", "problem": "31", "warning": "33"}
 
 
 def attention_lines(problems: list[Attention]) -> Iterator[str]:

@@ -22,9 +22,6 @@ from ..model import shown
 from .commands import build
 from .session import Session
 
-# faults of a path that the user named, not of mirrord or the disk
-_PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
-
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a verb and exit with its status: the console script."""
@@ -104,6 +101,10 @@ def _flush_or_drop() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# faults of a path that the user named, not of mirrord or the disk
+_PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
 
 
 def _fault_of_path(error: Exception) -> MirrordError | None:

@@ -19,13 +19,6 @@ from ..units import counted, readable_size, when
 
 T = TypeVar("T")
 
-_CELL_MIN = 11  # a cell is not cut below: the longest age, `in 23h 59m`, stays whole
-
-_MORE = len("  …")  # ends the header if columns are left out
-
-# seconds of each unit, largest first
-_LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-
 
 def table(
     header: Sequence[str], rows: Iterable[Sequence[object]], *, bold: bool | None = None
@@ -60,6 +53,10 @@ def styled(text: str, style: str) -> str:
     """Return text with an ANSI style, on a terminal whose user wants it: NO_COLOR turns it off."""
     is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return f"\x1b[{style}m{text}\x1b[0m" if is_wanted else text
+
+
+_CELL_MIN = 11  # a cell is not cut below: the longest age, `in 23h 59m`, stays whole
+_MORE = len("  …")  # ends the header if columns are left out
 
 
 def _fit(widths: list[int], terminal: int) -> list[int]:
@@ -160,6 +157,10 @@ def problem_of(mirror: Mirror) -> str | None:
     if mirror.error:
         return mirror.error.code
     return f"{count(len(mirror.ref_faults), 'ref')} not taken" if mirror.ref_faults else None
+
+
+# seconds of each unit, largest first
+_LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def ago(duration: timedelta) -> str:

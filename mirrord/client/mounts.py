@@ -27,8 +27,6 @@ _CLONE_NEWNS = 0x20000  # linux/sched.h
 _NO_MAGICLINKS, _NO_SYMLINKS, _IN_ROOT = 0x2, 0x4, 0x10  # linux/openat2.h
 # mounts of ours on top of each other at one place; more mean that something mounts in a loop
 _STACKED_MAX = 8
-# then SIGALRM ends the child: nothing in the other mount namespace holds the caller
-_ENTERED_SECONDS = 10
 # the root field of mountinfo, which follows renames: `.trash-` after a release; the kernel adds
 # `//deleted` once the directory is removed, and the mount stays
 _CHECKOUT_ROOT = re.compile(
@@ -173,6 +171,10 @@ def _replace_in(pid: int, mount: int, path: Path) -> None:
     number = errno.ETIMEDOUT if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     if number:
         raise OSError(number, os.strerror(number))
+
+
+# then SIGALRM ends the child: nothing in the other mount namespace holds the caller
+_ENTERED_SECONDS = 10
 
 
 def _enter_and_replace(process: int, root: int, proc: int, mount: int, path: Path) -> None:

@@ -11,9 +11,6 @@ from typing import Any, Generic, TypeVar
 
 from .primitives_sync import whole_file
 
-# then the wait ends; the lease's expiry ends the checkout
-_RELEASE_SECONDS = 30
-
 T = TypeVar("T")
 H = TypeVar("H", bound=AbstractAsyncContextManager[object])
 
@@ -97,6 +94,10 @@ async def async_send(
     """Write to a non-blocking socket; raises TimeoutError after `timeout` seconds."""
     async with asyncio.timeout(timeout):
         await asyncio.get_running_loop().sock_sendall(connected, data)
+
+
+# then the wait ends; the lease's expiry ends the checkout
+_RELEASE_SECONDS = 30
 
 
 async def async_to_end(work: Coroutine[object, object, T]) -> T:

@@ -16,14 +16,6 @@ from ..sandbox.verdicts import Verdict, VerdictBy
 from ..testlogs import Want
 
 FATAL = (errors.NoDaemonError, errors.StoppingError, errors.AccessError)
-# errors that say nothing about an instance
-_UNRELATED_ERRORS = (
-    errors.ResourceError,
-    errors.InternalError,
-    errors.CheckoutBusyError,
-    errors.CancelledError,
-    errors.RecipeNotFoundError,
-)
 
 
 class Candidate(NamedTuple):
@@ -65,6 +57,16 @@ class Step:
 
     strategy: FoundStrategy | None = None
     notes: Sequence[str] = ()
+
+
+# errors that say nothing about an instance
+_UNRELATED_ERRORS = (
+    errors.ResourceError,
+    errors.InternalError,
+    errors.CheckoutBusyError,
+    errors.CancelledError,
+    errors.RecipeNotFoundError,
+)
 
 
 class Record:

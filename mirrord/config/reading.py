@@ -15,18 +15,6 @@ from .credentials import AppSettings, CredentialSettings
 from .settings import MirrorSettings, RuleSettings, Settings, setting_keys
 from .values import did_you_mean
 
-_KINDS = {
-    "missing": "is required",
-    "model_type": "must be a table",
-    "tuple_type": "must be an array",
-    "string_type": "must be a string",
-    "int_type": "must be a whole number",
-    "bool_type": "must be true or false",
-    "path_type": "must be a string",
-    "too_short": "must not be empty",
-    "greater_than": "must be greater than zero",
-}
-
 
 class ConfigFault(NamedTuple):
     """A fault of a configuration file. `line` counts from 1."""
@@ -118,6 +106,19 @@ def _without_values(message: str) -> str:
     fact = "an array has values of one type; a uid may be written as a string"
     message = re.sub(r"\S*://\S*", "a URL", message.replace("Not a homogeneous array", fact))
     return re.sub(r"\{.*", "", message, flags=re.DOTALL).strip()
+
+
+_KINDS = {
+    "missing": "is required",
+    "model_type": "must be a table",
+    "tuple_type": "must be an array",
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "bool_type": "must be true or false",
+    "path_type": "must be a string",
+    "too_short": "must not be empty",
+    "greater_than": "must be greater than zero",
+}
 
 
 def _message(error: ErrorDetails) -> str:

@@ -47,11 +47,6 @@ REQUESTS_DRAIN = timedelta(seconds=10)
 ENGINE_CLOSE_TIMEOUT = timedelta(seconds=20)
 THREADS_DRAIN = timedelta(seconds=5)
 
-# What a killed daemon held is held on by a child that it was starting, until its exec: up to 13 ms
-# were seen on an idle machine, after one kill in nine.
-_LET_GO_TIMEOUT_S = 3.0
-_LET_GO_PAUSE_S = 0.01
-
 
 def main(options: argparse.Namespace, settings: config.Settings | None = None) -> int:
     """Run the daemon in the foreground and return its exit status.
@@ -135,6 +130,12 @@ def _try_lock(lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+# What a killed daemon held is held on by a child that it was starting, until its exec: up to 13 ms
+# were seen on an idle machine, after one kill in nine.
+_LET_GO_TIMEOUT_S = 3.0
+_LET_GO_PAUSE_S = 0.01
 
 
 def _comes_true(condition: Callable[[], bool]) -> bool:

@@ -28,22 +28,12 @@ from .testlists import is_absent, is_encodable, read_names
 RawFields = Mapping[str, Any]
 Choice = TypeVar("Choice", bound=StrEnum)
 
-# no part of a longer number, such as a sha256 of an image
-_FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
-# the names that git check-ref-format(1) allows, but none that looks like an option
-_NAME = r"(?!-|/|.*(?:\.\.|@\{|//|\.lock$))[^\s~^:?*\[\\\x00-\x20\x7f]+"
-_REVISION = re.compile(rf"{_NAME}(?:[~^][0-9]{{0,9}})*")  # a branch, tag or commit, and steps back
-_REVISION_LENGTH = 250
 # What pandas and `str` write for a missing value. Only an id can be one of these words.
 NO_VALUE = frozenset(("nan", "NaN", "None", "null", "NULL", "NaT", "<NA>"))
 OWNERS = ("user", "owner", "org", "organization")
 # columns that have the owner of a repository that is a name alone
 URLS = ("github_url", "repo_url", "github", "html_url")
 PLACE = re.compile(r"\{([^{}]*)\}")
-# of a row's steps of installation; longer ones are left out, with a note
-_INSTALL_BYTES = 64 * 1024
-_KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
-_KINDS |= {"list": "a list", "dict": "an object", "bytes": "binary"}
 
 
 def host_label(url: str) -> str:
@@ -129,6 +119,10 @@ def parse_json(text: str) -> Any:
         return None
 
 
+# no part of a longer number, such as a sha256 of an image
+_FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
+
+
 def full_commits(text: str) -> list[str]:
     return list(dict.fromkeys(_FULL.findall(text.lower())))
 
@@ -145,6 +139,12 @@ _INSTALL = {
     *("test_cmd", "log_parser", "env_vars", "eval_commands", "base_image_name"),
     *(*SCRIPTS, "test_files", "restored_files"),  # as an export has them
 }
+
+
+# of a row's steps of installation; longer ones are left out, with a note
+_INSTALL_BYTES = 64 * 1024
+_KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
+_KINDS |= {"list": "a list", "dict": "an object", "bytes": "binary"}
 
 
 class Fields:
@@ -408,6 +408,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [str(item) for item in value if isinstance(item, str | int | float)]
     return str(value) if isinstance(value, str | int | float) and is_encodable(str(value)) else None
+
+
+# the names that git check-ref-format(1) allows, but none that looks like an option
+_NAME = r"(?!-|/|.*(?:\.\.|@\{|//|\.lock$))[^\s~^:?*\[\\\x00-\x20\x7f]+"
+_REVISION = re.compile(rf"{_NAME}(?:[~^][0-9]{{0,9}})*")  # a branch, tag or commit, and steps back
+_REVISION_LENGTH = 250
 
 
 def is_revision(text: str) -> bool:

@@ -39,7 +39,6 @@ _NAMES = {
 }
 _REQUIRED = ("instance_id", "repo", "base_commit")
 _COMMIT = re.compile(r"(?<![0-9a-fA-F])[0-9a-fA-F]{40}(?![0-9a-fA-F])")
-_FITS = {"base_commit": _COMMIT, "gold_commits": _COMMIT}
 
 
 def guess_mapping(rows: Sequence[RawFields]) -> str:
@@ -81,6 +80,9 @@ def _iter_columns(row: RawFields) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{key}", inner) for key, inner in value.items() if key)
         else:
             yield name, value
+
+
+_FITS = {"base_commit": _COMMIT, "gold_commits": _COMMIT}
 
 
 def _fits(field: str, value: Any) -> bool:

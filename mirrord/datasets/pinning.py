@@ -27,9 +27,6 @@ from ..model import FROM_IMAGE, CommitId, CommitRole, DatasetName, MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 
-_BATCH = 200  # mirrors that a worker looks at in one call
-_FROM_COMMIT = re.compile(r"[0-9a-f]{40}[~^]")
-
 
 class PinOutcome(NamedTuple):
     """The outcome for one mirror.
@@ -105,6 +102,9 @@ async def pin_all(
 
     await together(pin_mirror(key) for key in names if key not in same)
     return outcomes
+
+
+_BATCH = 200  # mirrors that a worker looks at in one call
 
 
 async def _list_same(
@@ -202,6 +202,9 @@ async def _have(
                 await mirrors.withdraw(row.name)
         raise
     return row
+
+
+_FROM_COMMIT = re.compile(r"[0-9a-f]{40}[~^]")
 
 
 async def _ensure(

@@ -35,8 +35,6 @@ _HEAD_BYTES = 64 * 1024
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _ROW_KEYS = {"instance_id", "repo", "base_commit"}
-# the answer of the Hub's viewer: `features`, an array too, comes before `rows`
-_VIEWER = re.compile(rb'\{\s*"features"')
 # before the array of rows; SWE-Bench-CL has two
 _FACTS_MAX = 20
 _CELLS = "truncated_cells"
@@ -112,6 +110,10 @@ class _Counted(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
+
+
+# the answer of the Hub's viewer: `features`, an array too, comes before `rows`
+_VIEWER = re.compile(rb'\{\s*"features"')
 
 
 def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:

@@ -59,8 +59,6 @@ from .pinning import (
 from .reading import ReadResult, read_dataset
 from .submodules import Composed, Key, compose_all
 
-_SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
-
 
 class DatasetFile(NamedTuple):
     """A file to import.
@@ -437,6 +435,9 @@ class Datasets(Lookups):
         self._lost.discard(dataset)
         for listener in self._listeners:
             listener(dataset)
+
+
+_SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
 
 
 def name_from(source: str) -> DatasetName:

@@ -18,18 +18,6 @@ _LITERAL_BYTES = 4 * 1024**2
 _LAYERS = 4  # JSON in JSON in JSON
 _QUOTED = r"""(?:'(?:[^'\\\n]|\\.)*+'|"(?:[^"\\\n]|\\.)*+")"""
 _STRING = re.compile(_QUOTED)
-# `['a' 'b']`: for Python this is one name, `ab`
-_NUMPY = re.compile(rf"\[\s*{_QUOTED}(?:\s+{_QUOTED})+\s*\]")
-# the `repr` of numpy and pandas, from rows that were written with `str`
-_CALL = re.compile(
-    r"(?:array|list|tuple|(?:frozen)?set|deque|dict_keys|Index|Series|ListConfig)\((.*)\)",
-    re.DOTALL,
-)
-_DTYPE = re.compile(r",\s*dtype=[\w<>'|\".]+\s*$")
-# how a list, an object or a literal begins that could not be read
-_OPENED = re.compile(r"""\[\s*(?:["'\[{(\]]|$)|[{(]\s*["'\[{(]|\[.*\]$|\{.*\}$|["']""", re.DOTALL)
-_BETWEEN = r"(?:[,;][ \t]*|[ \t]+)"
-_SEVERAL = re.compile(rf"[\w./+-]+\.\w+(?:::\w+)+(?:{_BETWEEN}[\w./+-]+\.\w+(?:::\w+)+)+")
 
 
 class NameList(NamedTuple):
@@ -72,6 +60,20 @@ def _keys(value: Mapping[Any, Any]) -> Any:
         return lists
     # in Parquet each row has the keys of all rows; None marks those of other rows
     return [key for key, result in value.items() if result is not None]
+
+
+# `['a' 'b']`: for Python this is one name, `ab`
+_NUMPY = re.compile(rf"\[\s*{_QUOTED}(?:\s+{_QUOTED})+\s*\]")
+# the `repr` of numpy and pandas, from rows that were written with `str`
+_CALL = re.compile(
+    r"(?:array|list|tuple|(?:frozen)?set|deque|dict_keys|Index|Series|ListConfig)\((.*)\)",
+    re.DOTALL,
+)
+_DTYPE = re.compile(r",\s*dtype=[\w<>'|\".]+\s*$")
+# how a list, an object or a literal begins that could not be read
+_OPENED = re.compile(r"""\[\s*(?:["'\[{(\]]|$)|[{(]\s*["'\[{(]|\[.*\]$|\{.*\}$|["']""", re.DOTALL)
+_BETWEEN = r"(?:[,;][ \t]*|[ \t]+)"
+_SEVERAL = re.compile(rf"[\w./+-]+\.\w+(?:::\w+)+(?:{_BETWEEN}[\w./+-]+\.\w+(?:::\w+)+)+")
 
 
 def _parsed(text: str) -> tuple[Any, str]:

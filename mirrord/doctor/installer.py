@@ -30,14 +30,12 @@ UNITS = Path("/etc/systemd/system")
 CONFIG = Path("/etc/mirrord/config.toml")
 STATE = Path("/var/lib/mirrord")
 ENABLED = ("mirrord.socket", "mirrord-mount.socket", "mirrord-build.socket", "mirrord.service")
-_SERVICES = ("mirrord-mount.service", "mirrord.service")
 _FRAGMENTS = {
     "mirrord.sysusers": Path("/etc/sysusers.d/mirrord.conf"),
     "mirrord.tmpfiles": Path("/etc/tmpfiles.d/mirrord.conf"),
 }
 _LINKS = Path("/usr/local/bin")
 _PROGRAMS = ("mirrord", "git-remote-mirrord")
-_UNITS_ENVIRONMENT = "/opt/mirrord"  # as the units in the source have it
 # by ProtectHome= and PrivateTmp=
 _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108
 _USE_OPT = (
@@ -111,6 +109,9 @@ def _refuse_part(path: Path, part: Path) -> None:
         raise ResourceError(f"{fact}{reason}", hint=f"`chmod -R go+rX {part}`")
 
 
+_UNITS_ENVIRONMENT = "/opt/mirrord"  # as the units in the source have it
+
+
 def render_unit(text: str, environment: Path) -> str:
     return text.replace(f"={_UNITS_ENVIRONMENT}/bin/", f"={environment}/bin/")
 
@@ -134,6 +135,9 @@ def _link_steps(environment: Path) -> Iterator[HostStep]:
         link, program = _LINKS / name, environment / "bin" / name
         if link.resolve() != program.resolve() and (link.is_symlink() or not link.exists()):
             yield HostStep(f"link {link} to {program}", partial(_link, link, program))
+
+
+_SERVICES = ("mirrord-mount.service", "mirrord.service")
 
 
 def _start_steps() -> Iterator[HostStep]:

@@ -33,19 +33,6 @@ _ASK = {
 _FASTER = "; for faster resets, for one without MKNOD, or whose control group refuses disks"
 OF_MOUNTS = "overlay", "privileges"
 WEAKER = "nothing more here: see `place`"
-_OF_HOST = "ask the administrator of the host for it: "
-_MOUNTING = "overlay", "privileges", "set-id bits", "exec", "namespaces", "volumes"
-_HOST = "mount limit", "inotify", "its mount options", "its journal", "kernel"
-_CONTAINER = {
-    "group": "",
-    "open files": "start the container with `--ulimit nofile=65536`, in Kubernetes by LimitNOFILE="
-    " of containerd's unit",
-}
-# what to be told, and by whom, is not decided here
-_OWN = {
-    "control groups": "nothing: limits of sandboxes apply to each process here",
-    "group": "nothing: other users cannot use a daemon of this user",
-}
 
 
 def place(settings: Settings) -> Result:
@@ -86,6 +73,21 @@ def where_it_runs(check: Callable[[Settings], Result], settings: Settings) -> Re
         home.end(Path(scratch))
     verdict, fact, remedy = json.loads(result)
     return verdict, fact, remedy
+
+
+_OF_HOST = "ask the administrator of the host for it: "
+_MOUNTING = "overlay", "privileges", "set-id bits", "exec", "namespaces", "volumes"
+_HOST = "mount limit", "inotify", "its mount options", "its journal", "kernel"
+_CONTAINER = {
+    "group": "",
+    "open files": "start the container with `--ulimit nofile=65536`, in Kubernetes by LimitNOFILE="
+    " of containerd's unit",
+}
+# what to be told, and by whom, is not decided here
+_OWN = {
+    "control groups": "nothing: limits of sandboxes apply to each process here",
+    "group": "nothing: other users cannot use a daemon of this user",
+}
 
 
 def possible(settings: Settings, name: str, remedy: str) -> str:

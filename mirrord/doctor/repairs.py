@@ -29,11 +29,6 @@ from .checks import HostStep, Result, entries, existing, judge, run
 from .disk import SCRATCH_PREFIX
 from .units import find_unit
 
-_SYSUSERS = Path("sysusers.d/mirrord.conf")
-_TMPFILES = Path("tmpfiles.d/mirrord.conf")
-# where systemd-sysusers(8) and systemd-tmpfiles(8) look
-_CONFIG_PLACES = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr/lib"))
-
 
 class Repaired(NamedTuple):
     """A repair and its result; `detail` is the error of a failed one."""
@@ -102,6 +97,9 @@ def _config_mode(path: Path | None) -> Iterator[HostStep]:
             yield _set_mode(path, wanted)
 
 
+_SYSUSERS = Path("sysusers.d/mirrord.conf")
+
+
 def _accounts(settings: Settings) -> Iterator[HostStep]:
     """Yield repairs of missing users and groups, for root; with systemd-sysusers if installed."""
     if os.geteuid() != 0:
@@ -112,6 +110,9 @@ def _accounts(settings: Settings) -> Iterator[HostStep]:
     name = settings.access.group
     if not _exists(grp.getgrnam, name) and not (name == "mirrord" and _installed(_SYSUSERS)):
         yield HostStep(f"make group {name}", partial(run, "groupadd", "--system", name))
+
+
+_TMPFILES = Path("tmpfiles.d/mirrord.conf")
 
 
 def _directories(settings: Settings) -> Iterator[HostStep]:
@@ -150,6 +151,10 @@ def _set_mode(path: Path, mode: int, flags: int = 0) -> HostStep:
 
     now = stat.S_IMODE(path.stat().st_mode)
     return HostStep(f"set the mode of {path} from {now:04o} to {mode:04o}", act)
+
+
+# where systemd-sysusers(8) and systemd-tmpfiles(8) look
+_CONFIG_PLACES = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr/lib"))
 
 
 def _installed(name: Path) -> bool:

@@ -33,16 +33,8 @@ if TYPE_CHECKING:
 
 MARKER = "mirrord-probe: "
 _TREE = os.getcwd()
-_MEMORY, _SECONDS = 2 << 30, 60
-_READ_BYTES = 1 << 20
 # `site` imports them where they exist
 _STARTUP = ("sitecustomize", "usercustomize")
-# in the order in which Python tries them
-_LOADERS = (
-    (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
-    (machinery.SourceFileLoader, machinery.SOURCE_SUFFIXES),
-    (machinery.SourcelessFileLoader, machinery.BYTECODE_SUFFIXES),
-)
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -199,6 +191,14 @@ def _conftests(tests: list[str], config: dict[str, Any]) -> Iterator[str]:
 
 
 # -- names -----------------------------------------------------------------------------------------
+
+
+# in the order in which Python tries them
+_LOADERS = (
+    (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
+    (machinery.SourceFileLoader, machinery.SOURCE_SUFFIXES),
+    (machinery.SourcelessFileLoader, machinery.BYTECODE_SUFFIXES),
+)
 
 
 @functools.lru_cache(None)
@@ -377,6 +377,9 @@ def _parsed(path: str) -> ast.Module:
         return ast.parse("")
 
 
+_READ_BYTES = 1 << 20
+
+
 def _text(path: str) -> str:
     try:
         with open(path, "rb") as file:
@@ -426,6 +429,9 @@ def _unique(items: list[str]) -> list[str]:
 
 def _version() -> str:
     return "python%d.%d" % sys.version_info[:2]  # noqa: UP031
+
+
+_MEMORY, _SECONDS = 2 << 30, 60
 
 
 def main() -> None:

@@ -18,23 +18,12 @@ from ..testlogs import SCRIPTS, command_of_scripts, parser_of_repo
 from .recipes import RUNNERS, checked, key_of
 from .requirements import pip_lines
 
-# variables of `swebench.harness.constants.python`, which its fifth release lacks
-_SPECS = "MAP_REPO_VERSION_TO_SPECS_PY"
-
-_FILES = "MAP_REPO_TO_REQS_PATHS"
-
-_CONDA_FILES = "MAP_REPO_TO_ENV_YML_PATHS"
-
 # for rows that only say which Python they run on
 _DEFAULT_SPEC = {
     "pip_packages": ["pytest"],
     "install": "python -m pip install -e .",
     "test_cmd": "pytest -rA",
 }
-
-_ASSIGNMENT = re.compile(r"\w+=\S*$")
-
-_APT = re.compile(r"(?:sudo |DEBIAN_FRONTEND=\w+ )*apt(?:-get)? ")
 
 
 def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
@@ -140,6 +129,9 @@ def image_recipe_of(row: InstanceRow, key: str) -> Recipe | None:
     )  # fmt: skip
 
 
+_ASSIGNMENT = re.compile(r"\w+=\S*$")
+
+
 def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:
     """Return the recipe of an `install_config`, or of a value of SWE-bench's mapping."""
     requirements, packages = _packages_of(spec)
@@ -194,6 +186,9 @@ def _variables_of(spec: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     return commands, variables
 
 
+_APT = re.compile(r"(?:sudo |DEBIAN_FRONTEND=\w+ )*apt(?:-get)? ")
+
+
 def _take_apt(command: str, packages: dict[str, None]) -> str:
     """Return a command without its calls of apt, which a sandbox cannot make; add the packages that
     they install to `packages`.
@@ -226,6 +221,12 @@ def swebench_specs() -> dict[str, dict[str, dict[str, Any]]]:
         if path.is_file():
             return _read_specs(path)
     return {}
+
+
+# variables of `swebench.harness.constants.python`, which its fifth release lacks
+_SPECS = "MAP_REPO_VERSION_TO_SPECS_PY"
+_FILES = "MAP_REPO_TO_REQS_PATHS"
+_CONDA_FILES = "MAP_REPO_TO_ENV_YML_PATHS"
 
 
 def _read_specs(path: Path) -> dict[str, dict[str, dict[str, Any]]]:

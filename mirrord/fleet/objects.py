@@ -23,9 +23,6 @@ from obstore.store import LocalStore, from_url
 from .. import errors
 from ..errors import full_disk_named
 
-# S3 takes parts from 5 MiB on, and at most 10,000: 160 GB
-_PART_BYTES = 16 * 1024**2
-_MULTIPART_BYTES = 2 * _PART_BYTES  # a larger file is sent in parts, which takes no condition
 # of a directory's file system; of HTTP; of MinIO and Ceph
 _FULL = re.compile(r"No space left|quota exceeded|507 Insufficient|StorageFull|QuotaExceeded")
 _PROBE_BYTES = 64 * 1024  # a directory on a full disk takes an empty object
@@ -63,6 +60,11 @@ class Blob(NamedTuple):
 
     sha256: str
     size_bytes: int
+
+
+# S3 takes parts from 5 MiB on, and at most 10,000: 160 GB
+_PART_BYTES = 16 * 1024**2
+_MULTIPART_BYTES = 2 * _PART_BYTES  # a larger file is sent in parts, which takes no condition
 
 
 class ObjectStore:

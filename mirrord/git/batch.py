@@ -15,8 +15,6 @@ from .command import DEFAULT_TIMEOUT, Git, lines_of, run_git_sync
 
 _INFO, _CONTENTS = "info", "contents"
 _INFO_FORMAT = "--batch-command=%(objectname) %(objecttype)"  # a size costs a read of each delta
-_CONTENTS_FORMAT = f"{_INFO_FORMAT} %(objectsize)"
-_TYPES = {"commit", "tree", "blob", "tag"}
 _Requests = list[tuple[str, str]]
 
 
@@ -105,6 +103,9 @@ def read_objects_sync(
             yield from _parse(requests, done.stdout)
 
 
+_CONTENTS_FORMAT = f"{_INFO_FORMAT} %(objectsize)"
+
+
 def _command(requests: _Requests) -> tuple[str, ...]:
     wants_contents = requests[-1][0] == _CONTENTS  # they come last
     return "cat-file", "--buffer", _CONTENTS_FORMAT if wants_contents else _INFO_FORMAT
@@ -117,6 +118,9 @@ def _split(requests: _Requests, pending: list[_Requests]) -> list[BatchObject]:
     middle = len(requests) // 2
     pending += [requests[middle:], requests[:middle]]
     return []
+
+
+_TYPES = {"commit", "tree", "blob", "tag"}
 
 
 def _parse(requests: _Requests, output: bytes) -> Iterator[BatchObject]:

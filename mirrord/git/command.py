@@ -47,9 +47,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 # of standard output in memory; larger answers go to a file
 _LIMIT_BYTES = 256 * 1024**2
 _NO_HOME = Path("/nonexistent")
-# setpriv of util-linux: a preexec_fn may deadlock in a process with threads. git does not inherit
-# the ambient capabilities that systemd gives to the daemon.
-_DIE_WITH_PARENT = ("setpriv", "--ambient-caps=-all", "--pdeathsig", "KILL")
 
 _is_low_priority: ContextVar[bool] = ContextVar("git_is_low_priority", default=False)
 
@@ -274,6 +271,11 @@ def _full_disk_told(git_dir: Path | None, doing: str) -> Iterator[None]:
             raise
         hint = "free space below the state directory; nothing was changed"
         raise errors.DiskFullError(f"cannot {doing}: the disk has no room", hint=hint) from error
+
+
+# setpriv of util-linux: a preexec_fn may deadlock in a process with threads. git does not inherit
+# the ambient capabilities that systemd gives to the daemon.
+_DIE_WITH_PARENT = ("setpriv", "--ambient-caps=-all", "--pdeathsig", "KILL")
 
 
 @contextlib.contextmanager

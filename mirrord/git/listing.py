@@ -20,10 +20,6 @@ from .configuration import Remote
 _MAX_LIST_BYTES = 64 * 1024**2  # about a million refs
 _NONE = "refs/mirrord/none"
 _ENDS = f"fatal: couldn't find remote ref {_NONE}"
-_ANSWER = re.compile(r"fetch< (.*)")
-_REF = re.compile(r"([0-9a-f]{40}) (\S+)((?: \S+)*)")
-# a byte above 127 is printed in octal; where `char` is signed, as a number of 32 bits
-_OCTAL = re.compile(r"\\(37777777[67][0-7]{2}|[23][0-7]{2})")
 
 
 class RefList(NamedTuple):
@@ -76,6 +72,10 @@ async def list_refs(
     return RefList(everything.lines, everything.stderr)
 
 
+_ANSWER = re.compile(r"fetch< (.*)")
+_REF = re.compile(r"([0-9a-f]{40}) (\S+)((?: \S+)*)")
+
+
 class _Packets:
     """Reads the trace of one exchange: capabilities to a flush, refs to a flush."""
 
@@ -116,6 +116,10 @@ class _Packets:
             if name == "HEAD" and attribute.startswith("symref-target:"):
                 self.lines.append(f"ref: {_unescaped(attribute.partition(':')[2])}\tHEAD")
         self.lines.append(f"{oid}\t{name}")
+
+
+# a byte above 127 is printed in octal; where `char` is signed, as a number of 32 bits
+_OCTAL = re.compile(r"\\(37777777[67][0-7]{2}|[23][0-7]{2})")
 
 
 def _unescaped(text: str) -> str:

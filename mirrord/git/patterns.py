@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from ..quoting import decode_name, unquoted
 
-_SPECIAL = re.compile(rb"[*?[\\]")
 # git skips one at the start of either file
 _BOM = b"\xef\xbb\xbf"
 _ALPHA = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
@@ -52,6 +51,9 @@ class Pattern(NamedTuple):
             return position == len(path)
         # git matches the remainder by itself: `foo**/x` is `foo`, then `**/x`
         return bool(_compiled(self.text[len(self.literal) :], True).fullmatch(path, position))
+
+
+_SPECIAL = re.compile(rb"[*?[\\]")
 
 
 def parse_pattern(text: bytes) -> Pattern:

@@ -22,32 +22,6 @@ from .names import (
     takes_name,
 )
 
-# Python; the frameworks of JavaScript; Go; Rust; JUnit
-_TESTS = re.compile(
-    rb"^[ \t]*(?:async[ \t]+)?def[ \t]+test|\b(?:it|test)[ \t]*\(|^func[ \t]+Test|#\[test\]|@Test\b"
-    rb"|@ParameterizedTest\b",
-    re.MULTILINE,
-)
-# `assert` of most languages, Jest, unittest, Chai and RSpec, Go and its testify, pytest
-_ASSERTIONS = re.compile(
-    rb"\bassert|\bexpect[ \t]*\(|\.fail\w*\(|\.should\b|\bt\.(?:Error|Fatal)|\brequire\.\w"
-    rb"|\braises[ \t]*\(",
-    re.IGNORECASE,
-)
-# `.only` of Mocha and Jest leaves out every other test
-_SKIPS = re.compile(
-    rb"\bskip|\bxfail|@Ignore\b|@Disabled\b|\.only[ \t]*\(|#\[ignore|\bt\.Skip|\bx(?:it|describe)\("
-    rb"|\bcollect_ignore|__test__|\bdeselect|\bpytestmark\b",
-    re.IGNORECASE,
-)
-
-_ALWAYS = re.compile(
-    rb"def\s+__(?:eq|ne)__\s*\([^)]*\)[^:\n]*:\s*"
-    rb"(?:#[^\n]*\s*|\"\"\"[^\"]*\"\"\"\s*)*return\s+(?:True|False)\b"
-    rb"|__(?:eq|ne)__\s*=\s*lambda\b[^:]*:\s*(?:True|False)\b"
-)
-
-
 # -- lines and files ------------------------------------------------------------------------------
 
 
@@ -87,6 +61,13 @@ def differing_part(old: bytes, new: bytes) -> bytes:
 def _code_adds(change: Change, context: Context, *patterns: str) -> str | None:
     """As `adds`, outside of tests, which may name their runner."""
     return None if is_test(change.path) else _adds(change, context, *patterns)
+
+
+_ALWAYS = re.compile(
+    rb"def\s+__(?:eq|ne)__\s*\([^)]*\)[^:\n]*:\s*"
+    rb"(?:#[^\n]*\s*|\"\"\"[^\"]*\"\"\"\s*)*return\s+(?:True|False)\b"
+    rb"|__(?:eq|ne)__\s*=\s*lambda\b[^:]*:\s*(?:True|False)\b"
+)
 
 
 def _always_equal(change: Change, context: Context) -> str | None:
@@ -144,6 +125,26 @@ def _package_marker(change: Change, context: Context) -> str | None:
 
 def _test_removed(change: Change, context: Context) -> str | None:
     return "" if change.mode is None and is_test(change.path) else None
+
+
+# Python; the frameworks of JavaScript; Go; Rust; JUnit
+_TESTS = re.compile(
+    rb"^[ \t]*(?:async[ \t]+)?def[ \t]+test|\b(?:it|test)[ \t]*\(|^func[ \t]+Test|#\[test\]|@Test\b"
+    rb"|@ParameterizedTest\b",
+    re.MULTILINE,
+)
+# `assert` of most languages, Jest, unittest, Chai and RSpec, Go and its testify, pytest
+_ASSERTIONS = re.compile(
+    rb"\bassert|\bexpect[ \t]*\(|\.fail\w*\(|\.should\b|\bt\.(?:Error|Fatal)|\brequire\.\w"
+    rb"|\braises[ \t]*\(",
+    re.IGNORECASE,
+)
+# `.only` of Mocha and Jest leaves out every other test
+_SKIPS = re.compile(
+    rb"\bskip|\bxfail|@Ignore\b|@Disabled\b|\.only[ \t]*\(|#\[ignore|\bt\.Skip|\bx(?:it|describe)\("
+    rb"|\bcollect_ignore|__test__|\bdeselect|\bpytestmark\b",
+    re.IGNORECASE,
+)
 
 
 def _test_weakened(change: Change, context: Context) -> str | None:

@@ -13,7 +13,6 @@ from ..patches.fit import Change
 from ..quoting import quote_name
 from .context import Context
 
-_SUFFIXES = (b".py", b".so", b".pyd", b".pyc", b".pyo")
 _LINKS_DEEP = 40  # as the kernel
 LINKED_FILES = 500  # that a link is judged by; one that leads to more is named as such
 
@@ -22,7 +21,6 @@ _RUNNER_MODULES = (
     " hypothesis _hypothesis_pytestplugin _hypothesis_ftz_detector anyio attr attrs xdist execnet"
     " flaky asynctest respx setuptools pkg_resources pip _distutils_hack site"
 )
-_RUNNERS = frozenset(_RUNNER_MODULES.split())
 
 
 # -- links -----------------------------------------------------------------------------------------
@@ -101,6 +99,9 @@ def new_modules(change: Change, context: Context) -> list[str]:
     return names
 
 
+_RUNNERS = frozenset(_RUNNER_MODULES.split())
+
+
 def new_module(change: Change, context: Context) -> str | None:
     """The module has the name of one of the standard library or a test runner."""
     for name in new_modules(change, context):
@@ -119,6 +120,9 @@ def new_tested_module(change: Change, context: Context) -> str | None:
     """The module is imported only after the test patch; it may be what the task asks for."""
     names = [name for name in new_modules(change, context) if name in context.tests.new_imports]
     return f"module {names[0]}" if names else None
+
+
+_SUFFIXES = (b".py", b".so", b".pyd", b".pyc", b".pyo")
 
 
 def takes_name(change: Change, context: Context) -> str | None:

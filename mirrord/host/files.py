@@ -32,7 +32,6 @@ _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 # the errno of `open_plain` for a pipe or a device
 NOT_PLAIN = errno.EINVAL
 
-_FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
 # linux/fs.h, on machines of 64 bits
 _FS_IOC_SETFLAGS = 0x40086602
 _LOCKING_FLAGS = 0x10 | 0x20  # FS_IMMUTABLE_FL, FS_APPEND_FL
@@ -319,6 +318,9 @@ def clear_flags(fd: int) -> None:
     is_closed = stat.S_ISDIR(st.st_mode) and st.st_mode & 0o700 != 0o700
     if is_closed and st.st_uid == os.geteuid():
         os.fchmod(fd, stat.S_IMODE(st.st_mode) | 0o700)
+
+
+_FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
 
 
 def read_flags(fd: int) -> int:

@@ -16,7 +16,6 @@ from . import mounts
 from .files import opened
 from .processes import in_user_namespace
 
-_AT_EMPTY_PATH = 0x1000  # linux/fcntl.h
 _FLAGS = mounts.MOUNT_ATTR_NOSUID | mounts.MOUNT_ATTR_NODEV
 _FOLLOWING = mounts.MountAttributes(attr_set=_FLAGS, propagation=mounts.MS_SLAVE)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -95,6 +94,9 @@ class _FileHandle(ctypes.Structure):
     """struct file_handle, with room for MAX_HANDLE_SZ bytes."""
 
     _fields_ = (("size", ctypes.c_uint), ("kind", ctypes.c_int), ("data", ctypes.c_ubyte * 128))
+
+
+_AT_EMPTY_PATH = 0x1000  # linux/fcntl.h
 
 
 def _open_by_handle(directory: int, place: int) -> int:

@@ -54,8 +54,6 @@ _CHECKOUT = re.compile(r"[a-z2-7]{16}")
 _PENDING_MAX = 64
 # 2³²-1 is `(uid_t) -1`, which means no change to chown(2)
 _ID_MAX = 2**32 - 2
-# one daemon, and its threads that mount at the same time
-_CONNECTIONS_MAX = 64
 
 
 class GuardedMounter:
@@ -338,6 +336,10 @@ def _answer(connection: socket.socket, mounter: GuardedMounter, message: bytes) 
         return _send(connection, reply, descriptors)
     finally:
         mounter.close_sent(descriptors)
+
+
+# one daemon, and its threads that mount at the same time
+_CONNECTIONS_MAX = 64
 
 
 def _accept(listener: socket.socket, user: int, selector: selectors.BaseSelector) -> None:

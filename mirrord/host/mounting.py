@@ -37,8 +37,6 @@ from .overlays import (
 from .processes import Owner, in_user_namespace
 from .trash import find_trash, remove_tree
 
-_UNREACHABLE = (FileNotFoundError, ConnectionRefusedError, PermissionError, TimeoutError)
-
 
 class LocalMounter:
     """Mounts in this process; trusts its caller and the state directory.
@@ -114,6 +112,9 @@ class LocalMounter:
         if unbind:
             for name in BOUND:
                 mounts.umount_unused(f"{self._state}/{name}")
+
+
+_UNREACHABLE = (FileNotFoundError, ConnectionRefusedError, PermissionError, TimeoutError)
 
 
 class RemoteMounter:

@@ -45,9 +45,6 @@ KERNEL = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[
 # mounts of ours on top of each other at one place; more mean that something mounts in a loop
 _STACKED_MAX = 8
 _STRING_MAX = 255  # bytes in a value for fsconfig(2)
-# redirect_dir: without it rename(2) of a lower directory is EXDEV, at which `git mv` fails.
-# metacopy, index and xino would make files meaningful only together with this mount.
-_OVERLAY_OPTIONS = {"redirect_dir": "on", "metacopy": "off", "index": "off", "xino": "off"}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
@@ -90,6 +87,11 @@ def has_sync_error(overlay: Path) -> bool:
         if os.fstat(fd).st_dev != os.stat(overlay.parent).st_dev:
             return bool(_libc.syncfs(fd) != 0)
     return False
+
+
+# redirect_dir: without it rename(2) of a lower directory is EXDEV, at which `git mv` fails.
+# metacopy, index and xino would make files meaningful only together with this mount.
+_OVERLAY_OPTIONS = {"redirect_dir": "on", "metacopy": "off", "index": "off", "xino": "off"}
 
 
 def _make_overlay(lower: Sequence[int], upper: int, work: int) -> int:

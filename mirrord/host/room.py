@@ -21,8 +21,6 @@ from ..units import Backoff
 # left free, as bytes are (`reserve_bytes`)
 _INODES = 10_000
 _SHARE = 10  # reserve at most a tenth of a small file system
-# Between two evictions; doubles each time that one did not free enough.
-_PAUSE, _LONGEST_PAUSE = timedelta(seconds=5), timedelta(minutes=1)
 
 
 class Space(NamedTuple):
@@ -61,6 +59,10 @@ def measure(place: Path, reserve_bytes: int) -> Space:
 
 async def _evict_nothing(_bytes: int) -> None:
     pass
+
+
+# Between two evictions; doubles each time that one did not free enough.
+_PAUSE, _LONGEST_PAUSE = timedelta(seconds=5), timedelta(minutes=1)
 
 
 class Room:

@@ -26,8 +26,6 @@ from ..telemetry import log
 from .files import entries_in, mounted_on, open_child, open_directory, opened, unlock
 
 TRASH_PREFIX = ".trash-"
-# of open directories; what is deeper is moved aside and removed on its own
-_DEPTH = 32
 
 T = TypeVar("T")
 TakeDown = Callable[[], Awaitable[bool]]
@@ -294,6 +292,10 @@ def _remove_one(directory: int, name: bytes, *, is_directory: bool = False) -> b
         else:
             return True
     return False
+
+
+# of open directories; what is deeper is moved aside and removed on its own
+_DEPTH = 32
 
 
 def _empty(directory: int, name: bytes, top: int, moved: list[bytes], level: int = 1) -> None:

@@ -38,8 +38,6 @@ from .service import Mirrors
 from .upstreams.upstream import Upstream, parse_upstream
 
 _TIMEOUT = timedelta(hours=24)
-# git-lfs ends with a summary; its lines with a cause come before
-_CAUSE = re.compile(r"error transferring|\[[45]\d\d\]|batch re|missing", re.IGNORECASE)
 # pointers in one directory of the commit
 _DIRECTORY_MAX = 1000
 _LIST = "objects.txt"
@@ -152,6 +150,10 @@ async def _write_commit(scratch: Repository, pointers: Collection[Pointer]) -> s
         "fast-import", "--quiet", stdin=b"".join(stream()), doing="write a list of LFS objects"
     )
     return (await scratch.all_refs())["refs/heads/main"]
+
+
+# git-lfs ends with a summary; its lines with a cause come before
+_CAUSE = re.compile(r"error transferring|\[[45]\d\d\]|batch re|missing", re.IGNORECASE)
 
 
 def _last_line(done: GitResult, secrets: Iterable[str]) -> str:

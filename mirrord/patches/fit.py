@@ -28,8 +28,6 @@ from .parse import (
 )
 
 DIRECTORY, UNTRACKED = 0o040000, 0
-# stricter than verify_path with core.protectNTFS: such names are left to git
-_ODD_NAME = re.compile(rb"|\.|\.\.|(?i:\.git(?![a-z0-9_-]).*|git~.*)", re.DOTALL)
 # the bits of a mode that say what kind of file it is (S_IFMT)
 _FORMAT = 0o170000
 
@@ -181,6 +179,10 @@ def _canonical(mode: int) -> int:
         return SYMLINK
     # as in git, the x bit of the owner decides
     return 0o100755 if mode & 0o100 else REGULAR
+
+
+# stricter than verify_path with core.protectNTFS: such names are left to git
+_ODD_NAME = re.compile(rb"|\.|\.\.|(?i:\.git(?![a-z0-9_-]).*|git~.*)", re.DOTALL)
 
 
 def _must_be_safe(path: bytes, mode: int) -> None:

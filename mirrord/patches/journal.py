@@ -16,7 +16,6 @@ from typing import NamedTuple
 from ..host.files import opened, write_all
 from ..telemetry import log
 
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHANGING, _CHANGED = "changing.json", "changed.json"
 
 
@@ -79,6 +78,9 @@ class Journal:
 def has_journal(private: Path) -> bool:
     """Return whether a change in the checkout with this private directory was not completed."""
     return any(os.path.lexists(f"{private}/{name}") for name in (_CHANGING, _CHANGED))
+
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def begin(private: Path, journal: Journal) -> None:

@@ -21,18 +21,9 @@ REGULAR, EXECUTABLE, SYMLINK, SUBMODULE = 0o100644, 0o100755, 0o120000, 0o160000
 LIMIT_BYTES = 8 * 1024**2  # parsed lines can take a hundred times as much memory
 _GIT = b"diff --git "
 _BINARY = b"GIT binary patch"
-_HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
-_EPOCH = re.compile(rb"\t(?:1969-12-31|1970-01-01) ")  # `diff -N` of an absent file
-_EXTENDED = re.compile(
-    rb"(--- |\+\+\+ |(?:old|new) mode |(?:deleted|new) file mode |copy (?:from|to) "
-    rb"|rename (?:old|new|from|to) |(?:dis)?similarity index |index )(.*)",
-    re.DOTALL,
-)
 _NAME = re.compile(  # a line that names a path, and maybe one of a hunk
     rb"(?m)^(diff --git |--- |\+\+\+ |copy (?:from|to) |rename (?:old|new|from|to) )(.*)$"
 )
-_FILE = re.compile(rb"(?m)^(?=diff --git )")
-_MODE = re.compile(rb"([0-7]{1,7})(?:[ \t\r]|$)")
 # at most the digits of SHA-1 on each side (gitdiff_index)
 _INDEX = re.compile(rb"[^. ]{1,40}\.\.[^ ]{1,40}(?: (.*))?$", re.DOTALL)
 _NO_NEWLINE = b"\\ "
@@ -120,6 +111,10 @@ def parse(patch: bytes, *, as_patch: bool = False) -> list[FilePatch]:
     if len(patch) > LIMIT_BYTES:
         raise NeedsGitError("a large patch")
     return _Parser(patch.split(b"\n")[:-1], as_patch=as_patch).parse()
+
+
+_HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
+_EPOCH = re.compile(rb"\t(?:1969-12-31|1970-01-01) ")  # `diff -N` of an absent file
 
 
 class _Parser:
@@ -319,6 +314,9 @@ def _names_in(key: bytes, rest: bytes) -> Iterator[bytes]:
                 yield name_of(rest, strip, has_tabs=True) or b""
 
 
+_FILE = re.compile(rb"(?m)^(?=diff --git )")
+
+
 def split_binary(patch: bytes) -> tuple[bytes, bytes]:
     """Split a patch into its files of text and its binary ones, by their git headers."""
     mark = b"\n" + _BINARY
@@ -328,6 +326,13 @@ def split_binary(patch: bytes) -> tuple[bytes, bytes]:
 
 
 # -- the lines of a git header ---------------------------------------------------------------------
+
+
+_EXTENDED = re.compile(
+    rb"(--- |\+\+\+ |(?:old|new) mode |(?:deleted|new) file mode |copy (?:from|to) "
+    rb"|rename (?:old|new|from|to) |(?:dis)?similarity index |index )(.*)",
+    re.DOTALL,
+)
 
 
 def _read_extended(patch: FilePatch, line: bytes, default: bytes | None, strip: int) -> bool:
@@ -371,6 +376,9 @@ def _verified(named: bytes | None, rest: bytes, *, is_null: bool, strip: int) ->
     if named is not None and name != named:
         raise NeedsGitError("two names for one side")
     return name
+
+
+_MODE = re.compile(rb"([0-7]{1,7})(?:[ \t\r]|$)")
 
 
 def _mode(text: bytes) -> int:

@@ -20,32 +20,6 @@ from ..host.files import shown_path
 from .fit import DIRECTORY, File, Results, Tree
 from .parse import SUBMODULE, NeedsGitError, name_of, named_paths
 
-# from git's shortest abbreviation by default to a whole id of SHA-256
-_ID = rb"([0-9a-f]{7,64})(-dirty)?"
-_EXTENDED = rb"(?:(?:index|(?:new file|deleted file|old|new) mode) [^\n]*\n)*"
-_SECTION = re.compile(
-    rb"(?m)^(?:diff --git [^\n]*\n" + _EXTENDED + rb")?--- ([^\n]*)\n\+\+\+ ([^\n]*)\n"
-    rb"@@ -\d+(?:,\d+)? \+\d+(?:,\d+)? @@[^\n]*\n"
-    rb"(?:-Subproject commit " + _ID + rb"\r?(?:\n|\Z))?"
-    rb"(?:\+Subproject commit " + _ID + rb"\r?(?:\n|\Z))?"
-    # the next file, or `-- `, by which `git format-patch` ends
-    rb"(?=diff |--- |Submodule |-- \n|\n|\Z)"
-)
-# `git diff --submodule=log` or `=diff`: abbreviated ids, three dots where history was rewritten
-_LOG = re.compile(
-    rb"(?m)^Submodule (.+) ([0-9a-f]{7,64})\.{2,3}([0-9a-f]{7,64})"
-    rb"(?: \([a-z ]+\))?:?\r?\n(?:  [<>] [^\n]*\n)*"
-)
-# a line of the same formats for a work tree that was edited
-_DIRTY = re.compile(rb"(?m)^Submodule (.+) contains (?:modified|untracked) content\r?\n")
-# a submodule that only moves has no other lines; git never names a directory so
-_RENAMED = re.compile(
-    rb"(?m)^diff --git [^\n]*\nsimilarity index 100%\r?\n"
-    rb"rename from ([^\n]*)\nrename to ([^\n]*)\n(?=diff |Submodule |-- \n|\n|\Z)"
-)
-# git has an id of zeros for the side that does not exist
-_NULL_ID = re.compile(rb"0{7,64}")
-
 
 class MovedSubmodule(NamedTuple):
     """A submodule's commit before and after, maybe abbreviated; None where it has none."""
@@ -105,6 +79,13 @@ def move(tree: Tree, objects: Objects | None, patch: bytes, *, reverse: bool) ->
     return moved
 
 
+# a submodule that only moves has no other lines; git never names a directory so
+_RENAMED = re.compile(
+    rb"(?m)^diff --git [^\n]*\nsimilarity index 100%\r?\n"
+    rb"rename from ([^\n]*)\nrename to ([^\n]*)\n(?=diff |Submodule |-- \n|\n|\Z)"
+)
+
+
 def _leave_renamed(tree: Tree, moved: Moved, *, reverse: bool) -> None:
     """Take out of a patch what renames a submodule, with a note; its other parts are applied."""
     for match in _RENAMED.finditer(moved.rest):
@@ -128,6 +109,26 @@ def _has(objects: Objects | None, commit: str | None) -> bool:
     return False
 
 
+# from git's shortest abbreviation by default to a whole id of SHA-256
+_ID = rb"([0-9a-f]{7,64})(-dirty)?"
+_EXTENDED = rb"(?:(?:index|(?:new file|deleted file|old|new) mode) [^\n]*\n)*"
+_SECTION = re.compile(
+    rb"(?m)^(?:diff --git [^\n]*\n" + _EXTENDED + rb")?--- ([^\n]*)\n\+\+\+ ([^\n]*)\n"
+    rb"@@ -\d+(?:,\d+)? \+\d+(?:,\d+)? @@[^\n]*\n"
+    rb"(?:-Subproject commit " + _ID + rb"\r?(?:\n|\Z))?"
+    rb"(?:\+Subproject commit " + _ID + rb"\r?(?:\n|\Z))?"
+    # the next file, or `-- `, by which `git format-patch` ends
+    rb"(?=diff |--- |Submodule |-- \n|\n|\Z)"
+)
+# `git diff --submodule=log` or `=diff`: abbreviated ids, three dots where history was rewritten
+_LOG = re.compile(
+    rb"(?m)^Submodule (.+) ([0-9a-f]{7,64})\.{2,3}([0-9a-f]{7,64})"
+    rb"(?: \([a-z ]+\))?:?\r?\n(?:  [<>] [^\n]*\n)*"
+)
+# a line of the same formats for a work tree that was edited
+_DIRTY = re.compile(rb"(?m)^Submodule (.+) contains (?:modified|untracked) content\r?\n")
+
+
 def _read(patch: bytes) -> Iterator[tuple[MovedSubmodule, bytes]]:
     """Yield what moves a submodule, with the text that says so."""
     for match in _SECTION.finditer(patch):
@@ -147,6 +148,10 @@ def _read(patch: bytes) -> Iterator[tuple[MovedSubmodule, bytes]]:
     for match in _DIRTY.finditer(rest):
         if match[1] not in named:
             yield MovedSubmodule(match[1], None, None, is_dirty=True), match[0]
+
+
+# git has an id of zeros for the side that does not exist
+_NULL_ID = re.compile(rb"0{7,64}")
 
 
 def _pointer(

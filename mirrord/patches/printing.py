@@ -23,8 +23,6 @@ from .fit import Change
 from .parse import NeedsGitError
 
 LARGE_BYTES = 64 * 1024**2
-_NO_ID = b"0" * 40
-_NO_FILE = b"/dev/null"
 _CANDIDATES = 100  # of one blob, that find_identical_files looks at
 # git writes binary patches in lines of 52 bytes, each of 65 characters of base 85 (diff.c)
 _LINE_BYTES = 52
@@ -79,6 +77,10 @@ def _may_match(size: int, sizes: list[int]) -> bool:
     """
     index = bisect_left(sizes, max(1, (size + 1) // 2))
     return size > 0 and index < len(sizes) and sizes[index] <= 2 * size
+
+
+_NO_ID = b"0" * 40
+_NO_FILE = b"/dev/null"
 
 
 @dataclass(eq=False, repr=False)

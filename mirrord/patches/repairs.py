@@ -9,10 +9,6 @@ import re
 HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)", re.DOTALL)
 _FILE = re.compile(rb"(?m)^(?:diff --git |--- )")
 _INDENTED = re.compile(rb"(?m)^([ \t]+)(?:diff --git |--- )")
-_EXTENDED = re.compile(
-    rb"(?:old|new) mode |(?:new|deleted) file mode |(?:copy|rename) "
-    rb"|(?:dis)?similarity index |index |--- |\+\+\+ "
-)
 # what the lines `---` and `+++` cannot say
 _NEEDS_GIT = re.compile(rb"(?:old|new) mode |(?:new|deleted) file mode |(?:copy|rename) ")
 _BINARY = b"GIT binary patch"
@@ -54,6 +50,12 @@ def strip_blanks(line: bytes) -> bytes:
 def squeeze_blanks(line: bytes) -> bytes:
     """Return a line as `git apply --ignore-space-change` compares it."""
     return _BLANKS.sub(b" ", line.rstrip())
+
+
+_EXTENDED = re.compile(
+    rb"(?:old|new) mode |(?:new|deleted) file mode |(?:copy|rename) "
+    rb"|(?:dis)?similarity index |index |--- |\+\+\+ "
+)
 
 
 def _rewritten(patch: bytes, *, trusts_counts: bool, keeps_prose: bool) -> bytes:

@@ -62,13 +62,6 @@ from .repairs import has_crlf_headers, recount, squeeze_blanks, strip_blanks, to
 # what is written is read at once and removed: a flush of each of 20 files took 100 ms
 _UNFLUSHED = ("-c", "core.fsync=none", "-c", "core.compression=0")
 _LINK_LIMIT_BYTES = 4095  # PATH_MAX, with its NUL
-# messages of `git apply`: for paths that lead out of the tree, then for a patch it cannot read
-_OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
-_INVALID = re.compile(
-    r"corrupt (?:binary )?patch|No valid patches|unrecognized (?:input|binary patch)"
-    r"|fragment without header|header lacks filename|without full index line"
-    r"|inconsistent (?:new |old )?(?:filename|mode)|bad git-diff|invalid mode on line"
-)
 
 _REFUSALS = (InvalidPatchError, PatchConflictError)
 
@@ -322,6 +315,15 @@ def must_fit(files: Mapping[bytes, File], error: type[MirrordError]) -> None:
                 f" {_LINK_LIMIT_BYTES} bytes without NUL",
                 hint="nothing was changed",
             )
+
+
+# messages of `git apply`: for paths that lead out of the tree, then for a patch it cannot read
+_OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
+_INVALID = re.compile(
+    r"corrupt (?:binary )?patch|No valid patches|unrecognized (?:input|binary patch)"
+    r"|fragment without header|header lacks filename|without full index line"
+    r"|inconsistent (?:new |old )?(?:filename|mode)|bad git-diff|invalid mode on line"
+)
 
 
 def _refusal(stderr: str) -> MirrordError:

@@ -30,11 +30,6 @@ ATTRIBUTES = b".gitattributes"
 BYTES_LIMIT = 512 * 1024**2
 SMALLER_HINT = "remove it, or let a .gitignore name it"
 
-# of a path that has become something else; EINVAL: no link any more; ENXIO: a socket
-_REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
-_READ_TRIES = 3
-_CHUNK_BYTES = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class PatchJob:
@@ -105,6 +100,12 @@ def denials_named(owner: Owner) -> Iterator[None]:
             hint="make it accessible to the owner, remove it, or let a .gitignore name it",
             path=quote_name(error.filename),
         ) from error
+
+
+# of a path that has become something else; EINVAL: no link any more; ENXIO: a socket
+_REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+_READ_TRIES = 3
+_CHUNK_BYTES = 1 << 20
 
 
 class Worktree:

@@ -19,10 +19,6 @@ from ..datasets.fields import NO_VALUE, find_value
 from ..jsontext import loads
 from ..quoting import quote_name
 
-# before UTF-8 as Windows writes it; a JSON parser refuses it
-_BOM = b"\xef\xbb\xbf"
-# tells JSON lines from one document, whose first line may be long
-_HEAD_BYTES = 1024**2
 # SWE-bench, Multi-SWE-bench, SWE-bench Pro, OpenHands, its archives
 _PATCHES = ("model_patch", "fix_patch", "patch", "test_result.git_patch", "git_patch")
 _MODELS = ("model_name_or_path", "prefix", "metadata.llm_config.model", "model")
@@ -33,10 +29,6 @@ _ROW_BYTES = 64 * 1024**2
 _SUFFIXES = {".patch", ".diff"}
 # files of mini-swe-agent, SWE-agent and Agentless, and OpenHands in their own directories
 _COLLECTED = ("preds.json", "all_preds.jsonl", "predictions.jsonl", "output.jsonl")
-# names of patches that stand in a directory named after the instance
-_UNNAMED = {"patch", "model", "model_patch", "fix"}
-# as in preds.json of mini-swe-agent: an object of objects
-_OBJECT_BY_ID = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
 
 
 class Prediction(NamedTuple):
@@ -58,6 +50,10 @@ class Fault(NamedTuple):
 
     line: int
     reason: str
+
+
+# before UTF-8 as Windows writes it; a JSON parser refuses it
+_BOM = b"\xef\xbb\xbf"
 
 
 def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
@@ -85,6 +81,10 @@ def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
         raise _unusable(path, "it has no predictions")
 
 
+# names of patches that stand in a directory named after the instance
+_UNNAMED = {"patch", "model", "model_patch", "fix"}
+
+
 def _read_directory(directory: Path) -> Iterator[Prediction | Fault]:
     """Yield `ID.pred`, or `ID.patch` and `ID/patch.diff`, in the order of their paths."""
     paths = sorted(path for path in directory.rglob("*") if path.suffix in _SUFFIXES)
@@ -109,6 +109,12 @@ def _content(patch: bytes) -> bytes:
     """Return the patch; empty if it is only spaces or a word for no value, as in a CSV file."""
     text = patch.strip()
     return b"" if not text or text in _NO_PATCH else patch
+
+
+# tells JSON lines from one document, whose first line may be long
+_HEAD_BYTES = 1024**2
+# as in preds.json of mini-swe-agent: an object of objects
+_OBJECT_BY_ID = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
 
 
 def _iter_rows(file: BufferedReader) -> Iterator[Element]:

@@ -25,9 +25,6 @@ from ..testlogs import read_parsers
 from .prediction_file import Fault, Prediction
 from .reports import PAGES, RunReport
 
-_FATAL = (errors.NoDaemonError, errors.StoppingError)
-
-
 # -- results ---------------------------------------------------------------------------------------
 
 
@@ -177,6 +174,9 @@ class GradingReport(RunReport[GradedPrediction]):
 
 
 # -- grading ---------------------------------------------------------------------------------------
+
+
+_FATAL = (errors.NoDaemonError, errors.StoppingError)
 
 
 class Grader:

@@ -33,32 +33,6 @@ from ..places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
 from ..protocol import Image
 from . import seccomp
 
-# Copied as files: a bind mount costs 0.2 ms, and more on a host with many mounts.
-_ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
-        "services", "ssl/openssl.cnf", "timezone")  # fmt: skip
-_ETC_OF_NETWORK = ("gai.conf", "hosts", "resolv.conf")
-# evaluation scripts source ACTIVATE, then run `conda activate testbed`
-_SHIM = """\
-conda() {{ :; }}
-export -f conda
-export VIRTUAL_ENV={0} CONDA_DEFAULT_ENV=testbed
-case ":$PATH:" in *:{0}/bin:*) ;; *) export PATH={0}/bin:$PATH ;; esac
-"""
-_NAME = "testbed"  # of the user, the group and the host
-# An agent may trace bwrap's process, the first of its pid namespace, and clear PR_SET_PDEATHSIG. So
-# the sandbox is in one more pid namespace, whose first process it cannot see. That one has a /proc
-# of its own, because bwrap reads the /proc of its own processes.
-_GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "--kill-child")
-# Without network the guard's namespace has an address and a route, as a container has, and what is
-# sent there is lost, so that connecting ends with its time-out. A loopback device does that: Linux
-# discards what comes out of it for others. It needs no module, as a dummy or veth does. The
-# capabilities for it (`--keep-caps`) end before bwrap starts.
-_SWALLOW = (
-    '"$0" -batch - <<E || exit\n'
-    "link set lo up\naddr add 172.17.0.2/32 dev lo\nroute add default dev lo src 172.17.0.2\nE\n"
-    'exec setpriv --inh-caps=-all --ambient-caps=-all -- "$@"'
-)
-
 PIPES = "/run/mirrord"
 
 
@@ -103,6 +77,20 @@ class Started(subprocess.Popen[bytes]):
             ended.register(first, select.POLLIN)
             ended.poll()  # the kernel ends it after all others of its namespace
             os.close(first)
+
+
+# Copied as files: a bind mount costs 0.2 ms, and more on a host with many mounts.
+_ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
+        "services", "ssl/openssl.cnf", "timezone")  # fmt: skip
+_ETC_OF_NETWORK = ("gai.conf", "hosts", "resolv.conf")
+# evaluation scripts source ACTIVATE, then run `conda activate testbed`
+_SHIM = """\
+conda() {{ :; }}
+export -f conda
+export VIRTUAL_ENV={0} CONDA_DEFAULT_ENV=testbed
+case ":$PATH:" in *:{0}/bin:*) ;; *) export PATH={0}/bin:$PATH ;; esac
+"""
+_NAME = "testbed"  # of the user, the group and the host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,6 +339,21 @@ def showing(mount: int | None, directory: Path) -> Iterator[str]:
 
 def _children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+# An agent may trace bwrap's process, the first of its pid namespace, and clear PR_SET_PDEATHSIG. So
+# the sandbox is in one more pid namespace, whose first process it cannot see. That one has a /proc
+# of its own, because bwrap reads the /proc of its own processes.
+_GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "--kill-child")
+# Without network the guard's namespace has an address and a route, as a container has, and what is
+# sent there is lost, so that connecting ends with its time-out. A loopback device does that: Linux
+# discards what comes out of it for others. It needs no module, as a dummy or veth does. The
+# capabilities for it (`--keep-caps`) end before bwrap starts.
+_SWALLOW = (
+    '"$0" -batch - <<E || exit\n'
+    "link set lo up\naddr add 172.17.0.2/32 dev lo\nroute add default dev lo src 172.17.0.2\nE\n"
+    'exec setpriv --inh-caps=-all --ambient-caps=-all -- "$@"'
+)
 
 
 def _guard(*, network: bool) -> tuple[str, ...]:

@@ -32,20 +32,6 @@ if TYPE_CHECKING:  # its parsers of logs are half of what `mirrord exec` would i
     from .archive import Capped
     from .verdicts import Reporter
 
-# Without it `git commit`, `stash`, `merge` and `tag -a` fail; it tells nobody's name.
-_IDENTITY = b"""\
-[user]
-	name = testbed
-	email = testbed@localhost
-"""
-# always: git's default for helpers like this one leaves out submodules (git-config(1))
-_FORGE = b"""\
-[url "mirrord::https://github.com/"]
-	insteadOf = https://github.com/
-[protocol "mirrord"]
-	allow = always
-"""
-
 
 class Keeper:
     """Keeps the room of a checkout, and replaces it after a reset by any client."""
@@ -181,6 +167,21 @@ def box_of(
         writable={str(path): path for path in (own, Path(lease.path))} if own and is_copy else {},
         files=_git_files(network=network),
     )
+
+
+# Without it `git commit`, `stash`, `merge` and `tag -a` fail; it tells nobody's name.
+_IDENTITY = b"""\
+[user]
+	name = testbed
+	email = testbed@localhost
+"""
+# always: git's default for helpers like this one leaves out submodules (git-config(1))
+_FORGE = b"""\
+[url "mirrord::https://github.com/"]
+	insteadOf = https://github.com/
+[protocol "mirrord"]
+	allow = always
+"""
 
 
 @cache

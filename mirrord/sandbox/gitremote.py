@@ -22,10 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_FORGE = re.compile(r"(?:[a-z+]+://[^/]+/+|[^/@]+@[^/:]+:)(?:.*/)?([^/]+/[^/]+?)(?:\.git)?/*")
-_COMMIT = re.compile(r"[0-9a-f]{40}\n?")
-_BRANCH = "refs/heads/main"
-
 
 class AddressRefusedError(Exception):
     """An address that is not served; the message is for the user of git."""
@@ -74,6 +70,9 @@ def _answer(text: str) -> None:
 
 
 # -- which store -----------------------------------------------------------------------------------
+
+
+_FORGE = re.compile(r"(?:[a-z+]+://[^/]+/+|[^/@]+@[^/:]+:)(?:.*/)?([^/]+/[^/]+?)(?:\.git)?/*")
 
 
 @contextmanager
@@ -125,6 +124,9 @@ def _is_store(objects: Path) -> bool:
     return is_named and is_plain and not (objects / "info/alternates").exists()
 
 
+_BRANCH = "refs/heads/main"
+
+
 @contextmanager
 def _served(git: Path) -> Iterator[str]:
     """Yield a temporary bare repository with the store's objects, HEAD as a branch, and tags."""
@@ -138,6 +140,9 @@ def _served(git: Path) -> Iterator[str]:
         text = "".join(f"{line}\n" for line in refs)  # tags need not be UTF-8
         (Path(made) / "packed-refs").write_text(text, "utf-8", "surrogateescape")
         yield made
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}\n?")
 
 
 def _head(git: Path, packed: list[str]) -> str:

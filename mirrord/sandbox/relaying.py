@@ -12,9 +12,6 @@ from typing import IO
 
 from .box import Started
 
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-_ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT may be Ctrl-C in an interpreter
-
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the command, with a sandbox all its processes, and wait for their end."""
@@ -66,6 +63,10 @@ def _relay(pipe: IO[bytes], target: int, note: Callable[[str], None]) -> None:
 
 
 _GRACE_S = 10.0  # as of `docker stop`
+
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT may be Ctrl-C in an interpreter
 
 
 @contextmanager

@@ -33,20 +33,6 @@ if TYPE_CHECKING:
 
 _ENDS = ("in", "out", "err", "end", "report")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-# A line is the name of a script, "-PGID" to kill a group, or "+NAME" to drain the output of a
-# background process, which a full or closed pipe would stop.
-_SHELL = """\
-exec 2>/dev/null
-cd "$1"
-while IFS= read -r name; do
-  case $name in
-    -*) kill -KILL -- "$name" ;;
-    +*) cat "${name#+}.out" >/dev/null & cat "${name#+}.err" >/dev/null & ;;
-    *) { setsid --wait bash "$name" <"$name.in" >"$name.out" 2>"$name.err"
-         echo $? 1<>"$name.end"; } & ;;
-  esac
-done
-"""
 
 
 class Pipes:
@@ -106,6 +92,22 @@ class Pipes:
 
 class EndedError(Exception):
     """A box ended before it started a command, because an earlier command killed its shell."""
+
+
+# A line is the name of a script, "-PGID" to kill a group, or "+NAME" to drain the output of a
+# background process, which a full or closed pipe would stop.
+_SHELL = """\
+exec 2>/dev/null
+cd "$1"
+while IFS= read -r name; do
+  case $name in
+    -*) kill -KILL -- "$name" ;;
+    +*) cat "${name#+}.out" >/dev/null & cat "${name#+}.err" >/dev/null & ;;
+    *) { setsid --wait bash "$name" <"$name.in" >"$name.out" 2>"$name.err"
+         echo $? 1<>"$name.end"; } & ;;
+  esac
+done
+"""
 
 
 class SandboxRoom:

@@ -35,15 +35,6 @@ BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
 _FREE_BYTES, _RATIO = 1 << 30, 100  # an archive may unpack to 1 GiB and 100 times its size
 _HEADER_LIMIT_BYTES = 16 << 20  # of a tar's member: tarfile reads long names into memory
-# a zip ends with 22 bytes, a comment of at most 65,535 and perhaps a locator of 20 (APPNOTE 4.3)
-_ZIP_END_BYTES, _ZIP_LIST_LIMIT_BYTES = (1 << 16) + 42, 64 << 20
-# what could not be read, by name; a hostile archive has no end of it
-_NOTES_LIMIT = 200
-# docker's manifest.json; of an OCI layout index.json, and the manifests among its blobs
-_DOCUMENT = re.compile(r"manifest\.json|index\.json|blobs/\w+/[0-9a-f]{32,}")
-# a `.git` that is a file; setuptools' path files; PEP 610; finders of editable wheels (PEP 660)
-_TEXT = re.compile(r"(.*/)?(\.git|[^/]+\.(pth|egg-link)|direct_url\.json|_[^/]*editable[^/]*\.py)")
-_OLD_PIP_CACHE = re.compile(r"(.*/)?pip/http/.*")  # a header, then a wheel
 # what the readers raise for damaged or hostile bytes; zipfile has RuntimeError for an encrypted
 # member and NotImplementedError for an unknown compression
 DAMAGED = (
@@ -82,6 +73,10 @@ class ScannedTree:
     inside: list[Inside] = field(default_factory=list)
     packs: set[str] = field(default_factory=set)
     texts: dict[str, bytes] = field(default_factory=dict)
+
+
+# what could not be read, by name; a hostile archive has no end of it
+_NOTES_LIMIT = 200
 
 
 @dataclass(slots=True)
@@ -264,6 +259,13 @@ _FILES_LIMIT = 5_000_000
 _TEXT_BYTES = 1 << 20
 
 
+# docker's manifest.json; of an OCI layout index.json, and the manifests among its blobs
+_DOCUMENT = re.compile(r"manifest\.json|index\.json|blobs/\w+/[0-9a-f]{32,}")
+# a `.git` that is a file; setuptools' path files; PEP 610; finders of editable wheels (PEP 660)
+_TEXT = re.compile(r"(.*/)?(\.git|[^/]+\.(pth|egg-link)|direct_url\.json|_[^/]*editable[^/]*\.py)")
+_OLD_PIP_CACHE = re.compile(r"(.*/)?pip/http/.*")  # a header, then a wheel
+
+
 class _ContentsReader:
     def __init__(self, *, is_archive: bool) -> None:
         self.contents = Contents()
@@ -394,6 +396,10 @@ class _ContentsReader:
                     with opened.open(info) as member:
                         source = Stream(member, take)
                         self.read(tree, info.filename, info.file_size, source, archive, depth)
+
+
+# a zip ends with 22 bytes, a comment of at most 65,535 and perhaps a locator of 20 (APPNOTE 4.3)
+_ZIP_END_BYTES, _ZIP_LIST_LIMIT_BYTES = (1 << 16) + 42, 64 << 20
 
 
 def _must_be_small(file: IO[bytes]) -> None:

@@ -11,16 +11,6 @@ from typing import NamedTuple
 # of a SHA-1; a repository with SHA-256 ids has another format (gitformat-index)
 _ID_BYTES = 20
 
-_ENTRY = struct.Struct(">10I20sH")  # ctime, mtime, dev, ino, mode, uid, gid, size; id; flags
-
-# its place among the fields of `_ENTRY`
-_MODE = 6
-
-# the bit of the flags that says that sixteen more follow (gitformat-index, version 3)
-_EXTENDED = 0x4000
-
-_HARMLESS = {b"EOIE": 24, b"IEOT": None}  # name: size; they have only offsets into the index
-
 
 class Index(NamedTuple):
     """The paths of an index, raw ids of entries and cached trees, submodule commits by path."""
@@ -58,6 +48,13 @@ def read_index(data: bytes) -> Index:
     return index
 
 
+_ENTRY = struct.Struct(">10I20sH")  # ctime, mtime, dev, ino, mode, uid, gid, size; id; flags
+# its place among the fields of `_ENTRY`
+_MODE = 6
+# the bit of the flags that says that sixteen more follow (gitformat-index, version 3)
+_EXTENDED = 0x4000
+
+
 def _read_entry(
     data: bytes, offset: int, version: int, before: bytes, index: Index
 ) -> tuple[int, bytes]:
@@ -85,6 +82,9 @@ def _read_entry(
     else:
         index.objects.add(oid)
     return following, path
+
+
+_HARMLESS = {b"EOIE": 24, b"IEOT": None}  # name: size; they have only offsets into the index
 
 
 def _read_extension(name: bytes, data: bytes, index: Index) -> None:

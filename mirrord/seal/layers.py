@@ -30,9 +30,6 @@ from .leads import find_leads
 from .repository import read_closure
 from .scan import Scan, is_licence, project_of
 
-_INDEX = re.compile(r"pack/pack-[0-9a-f]{40}\.idx")
-_LOOSE = re.compile(r"([0-9a-f]{2})/([0-9a-f]{38})")
-
 
 class ScannedLayer(NamedTuple):
     """A layer's directory, and the file with what is in it, which `read_layer` writes."""
@@ -134,6 +131,10 @@ class _KnownFuture(Future):
     def known(self) -> bytes | None:
         """The ids that were asked for and are inside, joined."""
         return b"".join(sorted(self._found)) if self._is_whole else None
+
+
+_INDEX = re.compile(r"pack/pack-[0-9a-f]{40}\.idx")
+_LOOSE = re.compile(r"([0-9a-f]{2})/([0-9a-f]{38})")
 
 
 class _LayersScan(Scan):

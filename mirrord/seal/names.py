@@ -29,32 +29,13 @@ from .repository import (
 )
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
-_ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
-_SYMREF = re.compile(r"ref: refs/[^\x00-\x20\x7f]+\n?")
-# git ends this line with a blank
-_PACKED_HEADER = re.compile(r"# pack-refs with:( peeled| fully-peeled| sorted)* ?")
-_PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\x00-\x20\x7f]+)|\^([0-9a-f]{40})")
 # a ref that does not exist, in reflogs
 _ZERO = "0" * 40
 # beside its objects
 _OF_STORE = {"HEAD", "config", "packed-refs"}
 _JUDGED_APART = frozenset({"objects", OBJECTS})
 _TEMPLATES = Path("/usr/share/git-core/templates")
-# gzip, bzip2, xz, zip, Zstandard
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")
 
-# with values: what `git init` writes, what mirrord writes, and the identity of the committer
-_SETTING = re.compile(
-    r"core\.repositoryformatversion\n0"
-    r"|core\.(?:filemode|bare|ignorecase|symlinks|precomposeunicode|trustctime)\n(?:true|false)"
-    r"|core\.logallrefupdates\n(?:true|false|always)|core\.checkstat\n(?:default|minimal)"
-    r"|filter\.lfs\.(?:clean|smudge|process)\n|filter\.lfs\.required\nfalse"
-    r"|filter\.lfs\.clean\n"
-    + re.escape(FILTER["clean"])
-    + r"|filter\.lfs\.smudge\n"
-    + re.escape(FILTER["smudge"])
-    + r"|gc\.auto\n\d{1,6}|user\.(?:name|email)\n[^\n]{0,100}"
-)
 # refstorage: reftable; objectformat: SHA-256. Neither is read here.
 _SETTING_KINDS = {
     "remote.": "remote",
@@ -166,6 +147,10 @@ def _judge_lender(git_dir: Path, private: Path, modules: Sequence[str]) -> Judge
                 yield leak(judged.kind, f"the alternate: {judged.detail}")
 
 
+# gzip, bzip2, xz, zip, Zstandard
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")
+
+
 def _judge(file: ForeignFile, private: Path) -> Judgement:
     where = file.where
     if file.kind == "unreadable":
@@ -201,6 +186,10 @@ def _lines(content: bytes) -> list[str]:
     return decode_name(content).removesuffix("\n").split("\n") if content else []
 
 
+_ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
+_SYMREF = re.compile(r"ref: refs/[^\x00-\x20\x7f]+\n?")
+
+
 def _ref(where: str, content: bytes, _: Path) -> Judgement:
     """HEAD, ORIG_HEAD or a loose ref: one id, or the name of another ref."""
     text, kind = decode_name(content), _ref_kind(where)
@@ -216,6 +205,11 @@ def _ref_kind(where: str) -> str:
     if where.startswith("refs/replace/"):
         return "replace-ref"
     return {"refs/stash": "stash", "ORIG_HEAD": "pseudo-ref"}.get(where, "ref")
+
+
+# git ends this line with a blank
+_PACKED_HEADER = re.compile(r"# pack-refs with:( peeled| fully-peeled| sorted)* ?")
+_PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\x00-\x20\x7f]+)|\^([0-9a-f]{40})")
 
 
 def _packed_refs(where: str, content: bytes, _: Path) -> Judgement:
@@ -259,6 +253,20 @@ def _template(where: str, content: bytes, _: Path) -> Judgement:
     """A file that `git init` copies: empty, or the same as in this host's git."""
     if content.strip() and content != read_bytes(_TEMPLATES / where):
         yield leak("stray-file", f"{where} is not the one that git installs")
+
+
+# with values: what `git init` writes, what mirrord writes, and the identity of the committer
+_SETTING = re.compile(
+    r"core\.repositoryformatversion\n0"
+    r"|core\.(?:filemode|bare|ignorecase|symlinks|precomposeunicode|trustctime)\n(?:true|false)"
+    r"|core\.logallrefupdates\n(?:true|false|always)|core\.checkstat\n(?:default|minimal)"
+    r"|filter\.lfs\.(?:clean|smudge|process)\n|filter\.lfs\.required\nfalse"
+    r"|filter\.lfs\.clean\n"
+    + re.escape(FILTER["clean"])
+    + r"|filter\.lfs\.smudge\n"
+    + re.escape(FILTER["smudge"])
+    + r"|gc\.auto\n\d{1,6}|user\.(?:name|email)\n[^\n]{0,100}"
+)
 
 
 def _config(where: str, content: bytes, private: Path) -> Judgement:

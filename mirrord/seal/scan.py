@@ -26,11 +26,6 @@ from .leads import Lead, find_leads, resolve
 from .repository import repository_at
 from .verify import judge
 
-_LICENCE = re.compile(r"(?:.*/)?(?:(?:un)?licen[cs]e|copying|notice|authors)[^/]*", re.IGNORECASE)
-_DAMAGE = {"damaged", "unreadable"}
-_LOOSE = re.compile(r"(?:.*/)?([0-9a-f]{2})/([0-9a-f]{38})")
-_PACK = re.compile(r"pack-[0-9a-f]{40}\.pack")
-
 
 def scan_environment(directory: Path, mirror_git_dir: Path, commit: str) -> list[RootLeak]:
     """Return what must not be in an environment for checkouts of `commit`.
@@ -75,6 +70,10 @@ class _Sighting(NamedTuple):
     number: int
     path: str
     label: str
+
+
+_LOOSE = re.compile(r"(?:.*/)?([0-9a-f]{2})/([0-9a-f]{38})")
+_PACK = re.compile(r"pack-[0-9a-f]{40}\.pack")
 
 
 class Scan:
@@ -142,6 +141,9 @@ class Scan:
                     hidden = not view.shows(number, path.partition("!")[0])
                     fact = "a git pack or bundle, outside of a repository"
                     yield RootLeak(kind="pack", path=path, detail=fact, hidden=hidden)
+
+
+_DAMAGE = {"damaged", "unreadable"}
 
 
 class _RootScan(Scan):
@@ -217,6 +219,9 @@ class _RootScan(Scan):
         return not all(
             is_licence("licence", place) for place in self._future.places(outside).values()
         )
+
+
+_LICENCE = re.compile(r"(?:.*/)?(?:(?:un)?licen[cs]e|copying|notice|authors)[^/]*", re.IGNORECASE)
 
 
 def is_licence(path: str, place: FirstSeen) -> bool:

@@ -37,12 +37,6 @@ from .repository import (
 _EXAMPLES = 5
 _TYPES = {"commit", "tree", "blob", "tag"}
 _TAG = re.compile(rb"object ([0-9a-f]{40})\ntype (commit|tag)\n")
-# the longer text is that of `squashed_commit` (templates/builder.py)
-_SQUASHED = re.compile(
-    rb"tree ([0-9a-f]{40})\nauthor [^\n]{1,200}\ncommitter [^\n]{1,200}\n\n"
-    rb"([^\n]{0,72}\n?|base of this task\n\n"
-    rb"The history before this commit is not part of the checkout\.\n)"
-)
 
 
 class JudgedRepository(NamedTuple):
@@ -143,6 +137,14 @@ def _closure(
     if ids is not None:
         return _Reachable(ids, complete=True)
     return _Reachable(*read_closure(git_dir, base, private))
+
+
+# the longer text is that of `squashed_commit` (templates/builder.py)
+_SQUASHED = re.compile(
+    rb"tree ([0-9a-f]{40})\nauthor [^\n]{1,200}\ncommitter [^\n]{1,200}\n\n"
+    rb"([^\n]{0,72}\n?|base of this task\n\n"
+    rb"The history before this commit is not part of the checkout\.\n)"
+)
 
 
 def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> bool:

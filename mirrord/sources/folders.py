@@ -28,7 +28,6 @@ FILE_LIMIT_BYTES = 128 * 1024**2
 HEAD_LIMIT_BYTES = 1024**2
 
 _SWE_BENCH, _HARBOR = "task.yaml", "task.toml"
-_SIGNS = {"gold.patch", "test.patch", "tests.json", "instruction.md", "problem_statement.md"}
 _HINT = f"a task is a folder with {_SWE_BENCH} or {_HARBOR}; name files of rows one by one"
 
 
@@ -126,6 +125,9 @@ class _Folder(NamedTuple):
         if self.has(_HARBOR):
             return _read_harbor(self)
         raise TaskError(f"it has neither {_SWE_BENCH} nor {_HARBOR}")
+
+
+_SIGNS = {"gold.patch", "test.patch", "tests.json", "instruction.md", "problem_statement.md"}
 
 
 def _iter_folders(folder: _Folder, depth: int) -> Iterator[_Folder]:

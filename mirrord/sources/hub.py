@@ -32,7 +32,6 @@ from .opening import Source, open_file, with_origins
 
 _FORM = "hf://owner/name[@revision][?split=test&config=…]"
 _NAME = re.compile(r"(?:datasets/)?([\w.-]+/[\w.-]+)(?:@(.+))?")
-_ROWS = re.compile(r"\.(?:parquet|jsonl|ndjson|json|csv|tsv|arrow)(?:\.gz|\.zst)?$")
 # what `datasets` writes beside rows, and Harbor's list of its data sets
 _NO_ROWS = {"dataset_infos.json", "dataset_dict.json", "state.json", "registry.json"}
 _TASK = re.compile(r"(?:^|/)task\.(?:yaml|toml)$")
@@ -228,6 +227,9 @@ def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
         return any(_matches(path[start:], pattern[1:]) for start in range(len(path) + 1))
     is_same = bool(path) and fnmatch.fnmatchcase(path[0], pattern[0])
     return is_same and _matches(path[1:], pattern[1:])
+
+
+_ROWS = re.compile(r"\.(?:parquet|jsonl|ndjson|json|csv|tsv|arrow)(?:\.gz|\.zst)?$")
 
 
 def _splits_by_words(config: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]:

@@ -34,14 +34,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-_VERSION_FILES = ("__init__.py", "__version__.py", "__about__.py", "_version.py", "version.py")
-
-_SETUP = re.compile(r"""\bversion\s*=\s*['"](\d[^'"]*)['"]""")
-
 _FROM_TAGS = re.compile(r"setuptools[_-]scm|versioneer|hatch-vcs|poetry-dynamic-versioning|\bpbr\b")
-
-# TAG-DISTANCE-gDIGITS, as `git describe --long` prints it
-_TAG = re.compile(r"\D*?(\d+(?:\.\d+)*)(.*)-(\d+)-g[0-9a-f]+")
 
 
 class Version(NamedTuple):
@@ -98,6 +91,10 @@ def _in_source(path: str, text: str | None) -> Version | None:
     return next(filter(None, versions), None)
 
 
+_VERSION_FILES = ("__init__.py", "__version__.py", "__about__.py", "_version.py", "version.py")
+_SETUP = re.compile(r"""\bversion\s*=\s*['"](\d[^'"]*)['"]""")
+
+
 def _iter_declared(name: str, read: Read, builds: Mapping[str, str]) -> Iterator[Version]:
     """Iterate over versions in pyproject.toml, setup.cfg, setup.py, then the package's files."""
     tables = _toml(builds["pyproject.toml"])
@@ -144,6 +141,10 @@ def _at(value: Any, *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+# TAG-DISTANCE-gDIGITS, as `git describe --long` prints it
+_TAG = re.compile(r"\D*?(\d+(?:\.\d+)*)(.*)-(\d+)-g[0-9a-f]+")
 
 
 def _from_tag(described: str | None) -> Version | None:

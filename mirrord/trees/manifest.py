@@ -47,10 +47,6 @@ _CHECKSUM_BYTES = 20
 _COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
 _CLOCK_REALTIME_COARSE = 5  # linux/time.h
 _COUNT = struct.Struct("<I")
-# mode, oid, content and the stat; `_STAT` skips the first three, which a scan does not need
-_FIXED = struct.Struct("<I20s20sIQQQQII")
-_STAT = struct.Struct("<44xIQQQQII")
-_FIRST, _AFTER_SLASH = b"\1", b"0"  # sort after b"" (the root), and after all names in a directory
 
 # mode, size, inode, mtime, ctime, uid, gid: `entry[3:]`
 StatTuple = tuple[int, int, int, int, int, int, int]
@@ -104,6 +100,12 @@ class Entry(NamedTuple):
     def with_stat(self, st: object) -> Entry:
         """Return the entry with the stat of its file."""
         return Entry(self.mode, self.oid, self.content, *stat_tuple(st))
+
+
+# mode, oid, content and the stat; `_STAT` skips the first three, which a scan does not need
+_FIXED = struct.Struct("<I20s20sIQQQQII")
+_STAT = struct.Struct("<44xIQQQQII")
+_FIRST, _AFTER_SLASH = b"\1", b"0"  # sort after b"" (the root), and after all names in a directory
 
 
 class Entries(MutableMapping[bytes, Entry]):

@@ -21,9 +21,6 @@ from ..host.processes import ActingAs
 from ..model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from .manifest import blob_id
 
-# a directory that was removed, or replaced by a file or by a link, which is never followed
-_REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-
 
 def _refuse(_path: bytes, error: Exception) -> None:
     raise error
@@ -200,6 +197,10 @@ def parents(path: bytes) -> list[bytes]:
     """Return the directories above a path, top first, without the root."""
     parts = path.split(b"/")[:-1]
     return [b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+# a directory that was removed, or replaced by a file or by a link, which is never followed
+_REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:

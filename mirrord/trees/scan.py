@@ -25,8 +25,6 @@ from ..host.processes import ActingAs, Owner
 from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
 from .reader import Look, TreeReader, content_id
 
-_CONTROL = b".git"
-
 
 @dataclass
 class ScanResult:
@@ -66,6 +64,9 @@ class ScanResult:
     def count_removed(self) -> int:
         """Return how many paths outside `.git` a reset removes."""
         return sum(not is_control(path) for path in self.extra)
+
+
+_CONTROL = b".git"
 
 
 def is_control(path: bytes) -> bool:

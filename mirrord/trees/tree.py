@@ -29,10 +29,6 @@ from .sharing import SharedFiles
 from .sources import LayerFiles, Read, read_object, reading_layers, unrecorded
 from .writer import TreeWriter
 
-# files written at a time as their owner, and their bytes in memory
-_BATCH = 64
-_BATCH_BYTES = 4 * 1024**2
-
 
 def materialise(
     git_dir: Path,
@@ -175,6 +171,11 @@ def mtime_for(commit_time: int) -> int:
 
 def root_entry(tree: str) -> Entry:
     return unrecorded(TreeEntry(b"", DIRECTORY, tree))
+
+
+# files written at a time as their owner, and their bytes in memory
+_BATCH = 64
+_BATCH_BYTES = 4 * 1024**2
 
 
 def write_entries(

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from ..units import readable_size
 
-_WIDTH, _HEIGHT = 1000, 100  # of the stretched SVG
-
 
 # a name service on the network may take a second for each
 @lru_cache(maxsize=1024)
@@ -130,6 +128,9 @@ def _decades(low: float, high: float) -> list[float]:
 
 # of a chart's width: a day of points, one for every six minutes
 _BUCKETS = 240
+
+
+_WIDTH, _HEIGHT = 1000, 100  # of the stretched SVG
 
 
 def _iter_paths(

@@ -42,8 +42,6 @@ WAIT_LIMIT_S = 15.0
 # by path and query; strangers choose both
 CACHED_PAGES = 64
 
-_ANONYMOUS = Peer(uid=-1, gid=-1, pid=0)
-
 
 class WebServer:
     """Serves the page at `[web] listen`, which a reload may set, change or clear."""
@@ -112,6 +110,9 @@ class WebServer:
         """Let running requests end within `drain`."""
         if self._server:
             await self._server.close(drain)
+
+
+_ANONYMOUS = Peer(uid=-1, gid=-1, pid=0)
 
 
 class PageConnection(HttpConnection):

@@ -44,8 +44,6 @@ _RECEIVED_BYTES = 64 * 1024
 _USERS = 5  # users that can have their full share of calls at a time
 # then the worker is killed; calls that may take longer say so
 CALL_TIMEOUT = timedelta(minutes=10)
-# calls up to it have turns of their own, and never wait behind an audit
-_SHORT = timedelta(minutes=1)
 
 
 class ForkServer:
@@ -155,6 +153,10 @@ class WorkerCall(NamedTuple):
     function: str
     uid: int | None
     since: datetime
+
+
+# calls up to it have turns of their own, and never wait behind an audit
+_SHORT = timedelta(minutes=1)
 
 
 class Workers:

@@ -43,7 +43,6 @@ _ATTACH_HELP = "Make it for `mirrord exec` and `attach`: its path need not be vi
 Attachable = Annotated[bool, Option(_ATTACH_HELP, flags="--attach")]
 _LABEL_HELP = "A word to list and release the checkout by [MIRRORD_LABEL]."
 Label = Annotated[str | None, Option(_LABEL_HELP, "LABEL")]
-_INSTEAD_HELP = "Another instance or commit of the same mirror."
 _PATCH_HELP = (
     "A file, - for standard input, or in the grader view @patch or @test_patch, those of the"
     " instance."
@@ -92,6 +91,9 @@ def print_path(session: Session, lease: Checkout) -> None:
         if stat.S_IMODE(os.stat(lease.path).st_mode) == 0:
             fact = "it is mounted in the daemon's own namespace, and its path is closed outside"
             session.note(f"{fact}: use `mirrord exec {lease.id}`, or `mirrord enter`")
+
+
+_INSTEAD_HELP = "Another instance or commit of the same mirror."
 
 
 def reset(

@@ -36,7 +36,6 @@ FormatOption = Annotated[str | None, Option(_FORMAT_HELP, "FORMAT", "--format")]
 _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
 _MAPPING_HELP = "TOML file that maps columns to fields, instead of a format."
 MappingOption = Annotated[Path | None, Option(_MAPPING_HELP, "FILE")]
-_SHOW_VIEW_HELP = "For an agent or for a grader; default: grader if you may, agent with --json."
 # a table for a terminal; --json has all of them
 _SHOWN_IDS = 10
 _SHOWN_MIRRORS = 20
@@ -250,6 +249,9 @@ def export(session: Session, name: Name) -> None:
     for piece in session.client.export_dataset(name):
         sys.stdout.buffer.write(piece)
     sys.stdout.buffer.flush()
+
+
+_SHOW_VIEW_HELP = "For an agent or for a grader; default: grader if you may, agent with --json."
 
 
 def show_instance(

@@ -28,10 +28,8 @@ from ...telemetry import masked
 from ..output import count, facts, size, styled
 from ..session import Argument, Option, Session, print_line
 
-_ARRAYS_OF_TABLES = ("credential", "mirror", "rule")  # empty, they are left out of TOML
 _POLL_S = 0.1  # while a daemon starts; nothing tells that its socket will exist
 _LAST_WORDS_BYTES = 4096
-_COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
 def _log_path(session: Session) -> Path:
@@ -129,6 +127,9 @@ def _without_secrets(settings: Settings) -> dict[str, Any]:
     return values
 
 
+_ARRAYS_OF_TABLES = ("credential", "mirror", "rule")  # empty, they are left out of TOML
+
+
 def _toml(values: dict[str, Any], above: str = "") -> Iterator[str]:
     """Yield TOML; its strings, numbers, booleans and arrays are those of JSON."""
     tables: list[tuple[str, dict[str, Any]]] = []  # after plain values
@@ -190,6 +191,9 @@ def _repair_lines(repaired: list[Repaired]) -> Iterator[str]:
         yield f"{step.state.ljust(7)}  {legible(step.what)}{legible(detail)}"
     if repaired:
         yield ""
+
+
+_COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
 def _check_lines(checks: list[Check]) -> Iterator[str]:

@@ -17,7 +17,6 @@ from ...protocol import MalformedError, Mismatch, Receipt, ReceiptReport, canoni
 from ..session import Argument, Option, Session, print_line, read_file
 from .checkouts import ID_HELP, find_id
 
-_NAMESPACE = "mirrord-receipt"
 _SIGN_HELP = "SSH key to sign it with; for a public key the SSH agent has the private one."
 
 
@@ -178,6 +177,9 @@ def _check(data: bytes, signature: str, signers: Path | None, identity: str) -> 
     lines = done.stdout.decode(errors="replace").splitlines()
     messages = [line.rstrip(".") for line in lines if not line.startswith("Could not verify")]
     return done.returncode == 0, messages[0] if messages else "it is not by this signer"
+
+
+_NAMESPACE = "mirrord-receipt"
 
 
 def _ssh_keygen(*options: str, **how: Any) -> subprocess.CompletedProcess[bytes]:

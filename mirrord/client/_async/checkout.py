@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .client import AsyncClient
     from .sandbox import AsyncSandbox
 
-# of a lease that has expired, or lives for less than that: no loop without a pause
-_RENEWAL_MIN_SECONDS = 0.05
 
 T = TypeVar("T")
 
@@ -533,6 +531,10 @@ class AsyncRenewal:
             if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= model.utc_now():
                 self.drop(identity)
             self.move(identity, checkout.expires_at)
+
+
+# of a lease that has expired, or lives for less than that: no loop without a pause
+_RENEWAL_MIN_SECONDS = 0.05
 
 
 def _next_renewal(expires_at: datetime) -> float:

@@ -21,12 +21,6 @@ from ...units import in_seconds
 from .. import http
 from ..primitives_async import async_pause, async_readable, async_receive, async_send
 
-# A Unix socket whose backlog is full refuses with EAGAIN instead of waiting (connect(2)): the
-# client asks again until then.
-_CONNECT_SECONDS = 10.0
-_BACKLOG_PAUSE_SECONDS = 0.01
-# what asyncio reads at once, too
-_READ_BYTES = 256 * 1024
 # Less than the daemon's 75 s, so that no request goes to a connection that it is closing.
 _IDLE_SECONDS = 60.0
 # connections kept for reuse; those beyond it are closed after their answer
@@ -173,6 +167,14 @@ class AsyncConnection:
                     return channel
                 channel.close()
         return await AsyncChannel.open(self.socket)
+
+
+# A Unix socket whose backlog is full refuses with EAGAIN instead of waiting (connect(2)): the
+# client asks again until then.
+_CONNECT_SECONDS = 10.0
+_BACKLOG_PAUSE_SECONDS = 0.01
+# what asyncio reads at once, too
+_READ_BYTES = 256 * 1024
 
 
 class AsyncChannel:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .client import Client
     from .sandbox import Sandbox
 
-# of a lease that has expired, or lives for less than that: no loop without a pause
-_RENEWAL_MIN_SECONDS = 0.05
 
 T = TypeVar("T")
 
@@ -532,6 +530,10 @@ class Renewal:
             if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= model.utc_now():
                 self.drop(identity)
             self.move(identity, checkout.expires_at)
+
+
+# of a lease that has expired, or lives for less than that: no loop without a pause
+_RENEWAL_MIN_SECONDS = 0.05
 
 
 def _next_renewal(expires_at: datetime) -> float:

@@ -22,12 +22,6 @@ from ...units import in_seconds
 from .. import http
 from ..primitives_sync import pause, readable, receive, send
 
-# A Unix socket whose backlog is full refuses with EAGAIN instead of waiting (connect(2)): the
-# client asks again until then.
-_CONNECT_SECONDS = 10.0
-_BACKLOG_PAUSE_SECONDS = 0.01
-# what asyncio reads at once, too
-_READ_BYTES = 256 * 1024
 # Less than the daemon's 75 s, so that no request goes to a connection that it is closing.
 _IDLE_SECONDS = 60.0
 # connections kept for reuse; those beyond it are closed after their answer
@@ -174,6 +168,14 @@ class Connection:
                     return channel
                 channel.close()
         return Channel.open(self.socket)
+
+
+# A Unix socket whose backlog is full refuses with EAGAIN instead of waiting (connect(2)): the
+# client asks again until then.
+_CONNECT_SECONDS = 10.0
+_BACKLOG_PAUSE_SECONDS = 0.01
+# what asyncio reads at once, too
+_READ_BYTES = 256 * 1024
 
 
 class Channel:

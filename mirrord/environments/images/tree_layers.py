@@ -28,7 +28,6 @@ from ...quoting import encode_name
 from ...seal.scan import scan_root
 
 _GIT = ".git"
-_STORED = ("HEAD", "packed-refs", "refs", "objects", "shallow")  # and nothing that configures git
 # kinds of findings in files that no layer has
 TAKEN_OUT = ("future-file", "object", "pack", "repository")
 
@@ -146,6 +145,9 @@ def _read_head(
 
 
 _HEAD_BYTES = 200
+
+
+_STORED = ("HEAD", "packed-refs", "refs", "objects", "shallow")  # and nothing that configures git
 
 
 def take_repository(stack: Sequence[Path], scratch: Path) -> Path:

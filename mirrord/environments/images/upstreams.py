@@ -15,11 +15,6 @@ from ...host.trash import remove_tree
 from ...model import FROM_IMAGE_HEAD
 from .tree_layers import directory_in, take_repository
 
-_FORMAT = "--format=%(objecttype) %(objectname) %(refname)"
-# mirrors follow branches and tags; an image has the future in remotes and stashes too
-_FOLLOWED = ("refs/heads/", "refs/tags/")
-_OTHERS = "refs/heads/from-image/"
-
 
 def find_repository(image: dict[str, Any]) -> str:
     """Return the directory of an image's only repository, or of that in its working directory.
@@ -56,6 +51,12 @@ def write_upstream(stack: Sequence[Path], tree: str, place: Path) -> None:
             repository.rename(place)
     finally:
         remove_tree(scratch)
+
+
+_FORMAT = "--format=%(objecttype) %(objectname) %(refname)"
+# mirrors follow branches and tags; an image has the future in remotes and stashes too
+_FOLLOWED = ("refs/heads/", "refs/tags/")
+_OTHERS = "refs/heads/from-image/"
 
 
 def _put_refs(repository: Path, tree: str) -> None:

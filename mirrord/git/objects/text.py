@@ -21,15 +21,7 @@ from ..patterns import Attributes, State
 from .repository import Objects
 from .trees import TreeEntry
 
-_RELEVANT = re.compile(rb"crlf|ident|encoding")
-_LFS = re.compile(rb"filter=lfs")
-_IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
 _EXPANDED = re.compile(rb"\$Id:[^$\n]*\$")
-_FOREIGN = re.compile(rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL)  # is_foreign_ident: an inner space
-_DOLLAR, _COLON = b"$:"
-# gather_stats: text is what is printable, or one of tab, newline, carriage return, backspace,
-# escape, form feed
-_UNPRINTABLE = bytes([*(c for c in range(32) if c not in b"\b\t\n\r\x0c\x1b"), 127])
 
 
 class Conversion(NamedTuple):
@@ -109,6 +101,10 @@ def _text(state: State) -> str | None:
     return {True: "text", False: ""}.get(state) if state is not None else None
 
 
+_RELEVANT = re.compile(rb"crlf|ident|encoding")
+_LFS = re.compile(rb"filter=lfs")
+
+
 class Conversions:
     """The conversions of one commit's paths; `find` returns None where bytes are unchanged."""
 
@@ -148,6 +144,11 @@ def _to_crlf(data: bytes, how: str | None) -> bytes:
     return data.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
 
 
+# gather_stats: text is what is printable, or one of tab, newline, carriage return, backspace,
+# escape, form feed
+_UNPRINTABLE = bytes([*(c for c in range(32) if c not in b"\b\t\n\r\x0c\x1b"), 127])
+
+
 def _is_binary(data: bytes) -> bool:
     """convert_is_binary: a NUL, a lone CR, or more than one unprintable byte in 128."""
     returns = data.count(b"\r")
@@ -158,6 +159,9 @@ def _is_binary(data: bytes) -> bool:
     # the end-of-file mark of DOS, which git does not count at the end of a file
     unprintable -= data.endswith(b"\x1a")
     return b"\0" in data or printable >> 7 < unprintable
+
+
+_IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
 
 
 def _expand_ident(data: bytes, expansion: bytes) -> bytes:
@@ -172,6 +176,10 @@ def _expand_ident(data: bytes, expansion: bytes) -> bytes:
         parts += [data[position : match.start()], b"$Id", expansion]
         position = match.end()
     return b"".join([*parts, data[position:]])
+
+
+_FOREIGN = re.compile(rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL)  # is_foreign_ident: an inner space
+_DOLLAR, _COLON = b"$:"
 
 
 def _stream_ident(data: bytes, expansion: bytes) -> bytes:

@@ -22,9 +22,6 @@ from ...errors import BackendUnavailableError, NotFoundError
 from ..files import opened
 from .holder import END, SOCKET
 
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
-_TIMEOUT_S = 10.0
-_HOLDER = Path(__file__).with_name("holder.py")
 _HINT = "see docs/where.md, or set `[service] namespace` to never; the pool backend serves"
 _libc = ctypes.CDLL(None, use_errno=True)
 # why this process has no home, if it wanted one
@@ -133,6 +130,9 @@ def end(state_dir: Path) -> None:
             connection.recv(1)  # until it closed the connection
 
 
+_TIMEOUT_S = 10.0
+
+
 # lower case as `opened`: used as a function
 class _connected:  # noqa: N801
     """A connection to the holder; None if there is none."""
@@ -153,6 +153,9 @@ class _connected:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
+
+
+_HOLDER = Path(__file__).with_name("holder.py")
 
 
 def _start(state_dir: Path, *inherit: str) -> None:
@@ -221,6 +224,9 @@ def _subordinate_ids() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 def _overflow_ids() -> set[int]:
     files = (Path("/proc/sys/kernel", name) for name in ("overflowuid", "overflowgid"))
     return {int(file.read_text()) for file in files}
+
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
 
 
 def _join(process: int) -> None:

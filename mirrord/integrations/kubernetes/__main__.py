@@ -20,8 +20,6 @@ from .server import NAME, add_services
 from .volumes import PodVolumes
 
 _THREADS_MAX = 128  # a kubelet has at most 110 pods
-# after a renewal that failed; usually it is a quarter of the lease
-_RETRY_AFTER = timedelta(seconds=30)
 
 log = logging.getLogger("mirrord.kubernetes")
 
@@ -63,6 +61,10 @@ def main() -> None:
         while not stopping.wait(pause.total_seconds()):
             pause = _renew(volumes)
         server.stop(grace=5).wait()
+
+
+# after a renewal that failed; usually it is a quarter of the lease
+_RETRY_AFTER = timedelta(seconds=30)
 
 
 def _renew(volumes: PodVolumes) -> timedelta:

@@ -31,7 +31,6 @@ ATTRIBUTES = (
     *("instance", "repo", "commit", "dataset", "history", "environment"),
     *("owner", "what"),
 )
-_VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:=@-]{0,127}")  # allowed by CSI and in labels
 
 log = logging.getLogger("mirrord.kubernetes")
 
@@ -81,6 +80,9 @@ def read_attributes(context: Mapping[str, str]) -> VolumeAttributes:
     choice: dict[str, Any] = {**given, "mirror": given.get("repo"), "owner": owner and int(owner)}
     choice.pop("repo", None)
     return VolumeAttributes(choice, model.Target(what))
+
+
+_VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:=@-]{0,127}")  # allowed by CSI and in labels
 
 
 @dataclass(eq=False, repr=False)

@@ -34,8 +34,6 @@ _Answer = TypeVar("_Answer")
 
 # a command that asks a person for something waits for ever: it has no terminal
 COMMAND_TIMEOUT = timedelta(seconds=30)
-# of one fetch, each with a new secret: a command may print another wrong one every time
-_EXCHANGES_MAX = 3
 # a JWT with many claims has some kB; a file named by mistake may have any length
 _LONGEST_SECRET = 64 * 1024
 # `https://host` and `https://host:443` are one destination
@@ -83,6 +81,10 @@ def destination_of(url: str) -> Destination | None:
 
 def _components(path: str) -> tuple[str, ...]:
     return tuple(filter(None, path.split("/")))
+
+
+# of one fetch, each with a new secret: a command may print another wrong one every time
+_EXCHANGES_MAX = 3
 
 
 class Credentials:

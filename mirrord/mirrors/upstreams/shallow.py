@@ -16,8 +16,6 @@ from ..repository import Repository
 from .fetching import Fetcher
 from .upstream import parse_upstream
 
-_COPIED = (b"tree ", b"author ", b"committer ", b"encoding ")
-
 
 def is_shallow(reason: str) -> bool:
     """True if a fetch failed for the reason that upstream is shallow."""
@@ -56,6 +54,9 @@ async def fetch_parentless(fetcher: Fetcher, oids: Collection[str]) -> dict[str,
         copying = replace(fetcher, upstream=parse_upstream(str(scratch.path)))
         failed = await copying.fetch(sorted(set(written.values())))
     return {oid: commit for oid, commit in written.items() if commit not in failed}
+
+
+_COPIED = (b"tree ", b"author ", b"committer ", b"encoding ")
 
 
 def _without_parents(commit: bytes) -> bytes:
