@@ -94,12 +94,30 @@ def test_an_ambiguous_name_is_refused(make_upstream: Make) -> None:
     assert resolve(git_dir(upstream), first)[0] == first
 
 
-def test_a_tag_of_a_tree_is_no_commit(make_upstream: Make) -> None:
+@pytest.mark.parametrize("kind", [(), ("-a", "-m", "x")])
+@pytest.mark.parametrize("target", ["HEAD^{tree}", "HEAD:README"])
+def test_a_tag_of_no_commit_is_not_found(
+    make_upstream: Make, kind: tuple[str, ...], target: str
+) -> None:
+    """By its name and by its own id; an annotated tag of a blob is no damage either."""
     upstream = make_upstream("up")
     upstream.history(1)
-    upstream.git("tag", "tree", "HEAD^{tree}")
-    with pytest.raises(CommitNotFoundError):
-        resolve(git_dir(upstream), "tree")
+    upstream.git("tag", *kind, "other", target)
+    for name in ("other", upstream.git("rev-parse", "other")):
+        with pytest.raises(CommitNotFoundError):
+            resolve(git_dir(upstream), name)
+
+
+@pytest.mark.parametrize("name", ["odd", "refs/heads/odd", "v1", "refs/tags/v1"])
+def test_a_commit_that_libgit2_does_not_parse_has_its_names(make_upstream: Make, name: str) -> None:
+    upstream = make_upstream("up")
+    [commit] = upstream.history(1)
+    text = upstream.git("cat-file", "-p", commit).replace("<author@example.com>", "")
+    words = ("hash-object", "-t", "commit", "-w", "--stdin", "--literally")
+    odd = upstream.git(*words, stdin=f"{text}\n".encode())
+    upstream.git("update-ref", "refs/heads/odd", odd)
+    upstream.git("update-ref", "refs/tags/v1", odd)
+    assert resolve(git_dir(upstream), name).commit == odd
 
 
 def test_commits_are_as_in_git(make_upstream: Make) -> None:

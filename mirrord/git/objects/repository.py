@@ -359,17 +359,20 @@ def _find(repository: pygit2.Repository, name: str) -> str | None:
     try:
         # pygit2 (1.21) takes bytes too, against its own types: a name need not be UTF-8
         target = repository.revparse_single(encode_name(name))  # type: ignore[arg-type]
-        return str(target.peel(pygit2.Commit).id)
+        # libgit2 says of a tag of a blob what it says of damage, unless it is peeled before
+        peeled = target.peel(None) if isinstance(target, pygit2.Tag) else target
+        return str(peeled.peel(pygit2.Commit).id)
     except ValueError as error:
         if "ambiguous" in str(error):
             fact = "several objects begin with these digits"
             raise _not_found(name, fact, "give the full id") from error
         if not isinstance(error, pygit2.GitError) or isinstance(error, pygit2.InvalidSpecError):
             return None
-        with suppress(KeyError, ValueError, pygit2.GitError):  # a commit without an e-mail, say
-            oid = str(repository.lookup_reference(name).resolve().target)
-            if repository.odb.read_header(oid)[0] is ObjectType.COMMIT:
-                return oid
+        for ref in (name, f"refs/tags/{name}", f"refs/heads/{name}"):
+            with suppress(KeyError, ValueError, pygit2.GitError):  # a commit without an e-mail, say
+                oid = str(repository.lookup_reference(ref).resolve().target)
+                if repository.odb.read_header(oid)[0] is ObjectType.COMMIT:
+                    return oid
         raise _unreadable(name, error) from error
     except KeyError:
         return None
