@@ -129,6 +129,7 @@ def full_commits(text: str) -> list[str]:
 
 _URL = re.compile(r"(?:https?|ssh|git)://(?:[^@/]*@)?[^/]+/|git@[^:/]+:")
 _USER = re.compile(r"(?<=://)[^@/]*@")
+_WWW = re.compile(r"(?<=://)www\.(?=github\.com/)")  # the forge answers there with a redirect
 # git takes no fewer than four digits for an id
 _ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
 # only an id is put into lower case: the name of a branch may have capitals
@@ -215,18 +216,20 @@ class Fields:
     def repository(self) -> tuple[MirrorName, str | None]:
         """Read a repository: `owner/name`, or a URL that ends in it, which is returned too."""
         name, text = self._required("repo")
-        path, url = text, None
-        if host := _URL.match(text):
+        if (bare := text.strip().rstrip("/")) != text:
+            self.note(f"{name}: spaces or a slash at its end")
+        path, url = bare, None
+        if host := _URL.match(bare):
             self.note(f"{name}: URL")
             # GitLab has the pages of a repository below /-/
-            path, url = text[host.end() :].strip("/").partition("/-/")[0], host[0]
+            path, url = bare[host.end() :].strip("/").partition("/-/")[0], _WWW.sub("", host[0])
             if url.endswith("github.com/") and path.count("/") != 1:  # a page of a repository
                 raise RowError(f"{name} {shown(mask_url(text))} is not owner/name")
             url = (url if url.startswith("ssh:") else _USER.sub("", url)) + path
             if "/" not in path:  # a forge without owners
                 path = f"{host_label(url)}/{path}"
-        elif "/" not in text and "__" not in text:
-            path = self._owned(name, text)
+        elif "/" not in bare and "__" not in bare:
+            path = self._owned(name, bare)
         try:
             return MirrorName.parse(path), url
         except InvalidNameError as error:

@@ -191,7 +191,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "repository with NUL": (row(repo="psf/requests\0"), "not owner/name"),
     "repository of 300 letters": (row(repo="psf/" + "r" * 300), "not owner/name"),
     "repository with an option": (row(repo="--upload-pack=x/y"), "not owner/name"),
-    "repository with a line": (row(repo="psf/requests\n"), "not owner/name"),
+    "repository with a line": (row(repo="psf/req\nuests"), "not owner/name"),
     "repository of other letters": (row(repo="psf/réquests"), "not owner/name"),
     "repository that is a list": (row(repo=["psf/requests"]), "a list"),
     "no commit": (row(base_commit=...), "base_commit is missing"),
@@ -432,6 +432,19 @@ def test_a_base_commit_may_be_a_revision(case: Case, text: str) -> None:
 )
 def test_a_repository_may_be_a_url(text: str) -> None:
     assert Fields({"repo": text}).repository()[0] == MirrorName("psf", "requests")
+
+
+@pytest.mark.parametrize(
+    "text", [" psf/requests\n", "psf/requests/", "https://github.com/psf/requests.git/"]
+)
+def test_spaces_and_a_slash_at_its_end_belong_to_no_repository(text: str) -> None:
+    assert Fields({"repo": text}).repository()[0] == MirrorName("psf", "requests")
+
+
+def test_www_is_no_other_host() -> None:
+    """GitHub's redirect from there would be another mirror, of another host."""
+    found = Fields({"repo": "https://www.github.com/psf/requests"}).repository()
+    assert found == (MirrorName("psf", "requests"), "https://github.com/psf/requests")
 
 
 @pytest.mark.parametrize(
