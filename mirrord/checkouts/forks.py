@@ -15,7 +15,7 @@ from .leases import Leases
 SNAPSHOTS_LIMIT = 128
 
 # last copies, which the next one shares where nothing changed; one forgotten is copied again
-_LATEST_MAX = 4096
+_LATEST_MIN = 64
 
 
 @dataclass(eq=False, repr=False)
@@ -30,6 +30,7 @@ class Forks:
     def __post_init__(self) -> None:
         # the last copy of each checkout, and of its environment
         self._latest: dict[tuple[CheckoutId, CopyRule], LayerId] = {}
+        self._looked_through_at = _LATEST_MIN
 
     @asynccontextmanager
     async def source(self, lease: Lease, name: str | None) -> AsyncIterator[SavedState]:
@@ -64,10 +65,17 @@ class Forks:
         with self.layers.held(latest) as earlier, self.layers.making() as new:
             taken = await self.backend_of(lease).copy_layer(lease, new, earlier, what)
             layer = latest if latest and taken.is_same else LayerId(new.name)
-            if len(self._latest) >= _LATEST_MAX:
-                self._latest.clear()
             self._latest[lease.id, what] = layer
+            if len(self._latest) > self._looked_through_at:
+                self._forget_unused()
             yield layer, taken
+
+    def _forget_unused(self) -> None:
+        """Forget the copies that no lease has any more. At twice as many it is time again."""
+        self._latest = {
+            copied: layer for copied, layer in self._latest.items() if self.layers.is_used(layer)
+        }
+        self._looked_through_at = max(2 * len(self._latest), _LATEST_MIN)
 
     async def make(self, lease: Lease, name: str | None) -> SavedState:
         """Save the present state under a name, by default `s1`, `s2` and so on."""

@@ -74,10 +74,14 @@ class Layers:
             self._leases.layers[layer] -= 1
             self.drop_unused([layer])
 
+    def is_used(self, layer: LayerId) -> bool:
+        """Return whether a lease refers to a layer, or it is held."""
+        return self._leases.layers[layer] > 0
+
     @contextmanager
     def held(self, layer: LayerId | None) -> Iterator[Path | None]:
         """Keep a layer meanwhile; yield its path, or None if no lease refers to it."""
-        if layer is None or self._leases.layers[layer] <= 0:
+        if layer is None or not self.is_used(layer):
             yield None
             return
         self._leases.layers[layer] += 1

@@ -266,6 +266,7 @@ class StoreBuilder:
             self.used_at.pop(path, None)
         self._read.discard(name.key)
         self._closures.forget(name)
+        self._tags.forget(self.mirrors_path(name))
         for directory in (self._directory(name), self._closures.directory(name)):
             for path in directory.glob("*"):
                 await anyio.to_thread.run_sync(self.trash.discard, path)
@@ -388,12 +389,13 @@ class StoreBuilder:
                             self.trash.add(discarded)
 
     async def _sealed(self, name: MirrorName, commit: CommitId) -> _StoreFiles:
+        mirror = self.mirrors_path(name)
         resolved, packs, tags = await together(
             self.commits.get(name, commit),
             self._closures.ensure(name, commit),
-            self._tags.list(self.mirrors_path(name)),
+            self._tags.list(mirror),
         )
-        shown = await self._tags.within(tags, [pack.index for pack in packs])
+        shown = await self._tags.within(mirror, tags, [pack.index for pack in packs])
         return _StoreFiles(commit, resolved.tree, packs, tuple(shown), self._find_graph(packs))
 
     def _find_graph(self, packs: Sequence[PackFile]) -> Path | None:

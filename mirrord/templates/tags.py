@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio.to_thread
+from cachetools import LRUCache
 
 from ..git.batch import object_info
 from ..git.command import Git
@@ -20,7 +21,7 @@ from ..git.packs import PackIndex
 # tags in memory; beyond it all are read again
 _PEELED_MAX = 100_000
 
-_INDEXES_MAX = 10_000
+_INDEXES_MAX = 10_000  # of one mirror
 
 
 _Stamp = tuple[tuple[str, int, int], ...]
@@ -40,12 +41,16 @@ class Tags:
         self._git = git
         self._peeled: dict[str, str | None] = {}  # the commit of a tag object never changes
         self._listed: dict[Path, tuple[_Stamp, tuple[Tag, ...]]] = {}
-        self._within: dict[Path, tuple[tuple[Tag, ...], frozenset[Tag]]] = {}
+        # by mirror: its tags, and which of them each pack has
+        self._within: dict[Path, tuple[tuple[Tag, ...], LRUCache[Path, frozenset[Tag]]]] = {}
 
     async def list(self, mirror: Path) -> tuple[Tag, ...]:
-        """Return all tags of `mirror` that point at a commit, sorted by name."""
-        stamp = await anyio.to_thread.run_sync(_stamp, mirror)
-        if stamp and (cached := self._listed.get(mirror)) and cached[0] == stamp:
+        """Return all tags of `mirror` that point at a commit, sorted by name.
+
+        As long as they stay as they are, this is one and the same object.
+        """
+        stamp, cached = await anyio.to_thread.run_sync(_stamp, mirror), self._listed.get(mirror)
+        if stamp and cached and cached[0] == stamp:
             return cached[1]
         listed = await self._git.run(
             "for-each-ref", "--format=%(objectname) %(refname)", "refs/tags",
@@ -66,23 +71,32 @@ class Tags:
             }
         tags = ((ref, self._peeled.get(oid)) for ref, oid in direct.items())
         result = tuple(sorted(Tag(ref, commit) for ref, commit in tags if commit))
+        if cached and cached[1] == result:
+            result = cached[1]
         if stamp:
             self._listed[mirror] = stamp, result
         return result
 
-    async def within(self, tags: tuple[Tag, ...], indexes: Sequence[Path]) -> set[Tag]:
+    async def within(
+        self, mirror: Path, tags: tuple[Tag, ...], indexes: Sequence[Path]
+    ) -> set[Tag]:
         """Return those of `tags`, from `list`, whose commit is in a pack of `indexes`."""
+        of, by_index = self._within.get(mirror, ((), None))
+        if by_index is None or of is not tags:
+            by_index = LRUCache(_INDEXES_MAX)
+            self._within[mirror] = tags, by_index
         shown = set[Tag]()
         for index in indexes:
-            cached = self._within.get(index)
-            # `list` returns the same object as long as no tag changes
-            if cached is None or cached[0] is not tags:
-                cached = tags, await anyio.to_thread.run_sync(_tags_in, tags, index)
-                if len(self._within) >= _INDEXES_MAX:
-                    self._within.clear()
-                self._within[index] = cached
-            shown |= cached[1]
+            if (within := by_index.get(index)) is None:
+                within = await anyio.to_thread.run_sync(_tags_in, tags, index)
+                by_index[index] = within
+            shown |= within
         return shown
+
+    def forget(self, mirror: Path) -> None:
+        """Forget the tags of a mirror that was removed."""
+        self._listed.pop(mirror, None)
+        self._within.pop(mirror, None)
 
 
 def packed_refs(tags: Collection[Tag]) -> bytes:

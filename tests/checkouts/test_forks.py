@@ -309,6 +309,28 @@ def test_copies_of_an_unchanged_checkout_are_one(service: Service, backend: Back
     assert again.diff() == later.diff()
 
 
+def test_nothing_is_remembered_of_copies_that_are_gone(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After twice as many as before, as little as before; the copy of one that is held stays."""
+    monkeypatch.setattr("mirrord.checkouts.forks._LATEST_MIN", 2)
+    held = start(service, Backend.OVERLAY)
+    held.fork()
+    counts = []
+    for count in (5, 10):
+        for _ in range(count):
+            one = start(service, Backend.OVERLAY)
+            one.fork().release()
+            one.release()
+            until(lambda: len(layers_of(service)) == 1)
+        service.checkouts.forks._forget_unused()
+        counts.append([checkout for checkout, _ in service.checkouts.forks._latest])
+    assert counts == [[held.id], [held.id]]
+    assert service.checkouts.forks._looked_through_at == 2
+    held.fork()
+    assert len(layers_of(service)) == 1
+
+
 def test_a_fork_of_a_clean_checkout_is_clean(service: Service, backend: Backend) -> None:
     one = start(service, backend)
     fork = one.fork()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from mirrord.seal.verify import verify_seal
 from mirrord.templates import builder as builder_module
 from mirrord.templates.builder import StoreBuilder
 from mirrord.templates.store import SealedStore
+from mirrord.templates.tags import Tag
 from mirrord.workers.pool import Workers
 
 pytestmark = pytest.mark.slow
@@ -94,6 +96,25 @@ def test_a_sealed_store_is_sealed(site: Site) -> None:
     assert verify_seal(store.path, site.line[4], site.mirror).leaks == []
     assert verify_seal(store.path, site.line[4]).sealed
     assert git(store.path, "fsck", "--full", "--strict") == ""
+
+
+def test_tags_that_moved_are_not_remembered(site: Site) -> None:
+    """As many are held after eight moves, each with stores and packs of its own, as after four."""
+
+    async def body(stores: StoreBuilder) -> None:
+        held = []
+        for number, commit in enumerate(site.line):
+            git(site.mirror, "tag", "-f", "light", site.line[-1 - number])
+            await stores.ensure(NAME, commit, History.SEALED)
+            if number % 4 == 3:
+                gc.collect()
+                held.append(sum(type(each) is Tag for each in gc.get_objects()))
+        assert 0 < held[1] <= held[0]
+        await stores.remove_mirror(NAME)
+        gc.collect()
+        assert not [each for each in gc.get_objects() if type(each) is Tag]
+
+    site.run(body)
 
 
 def test_tags_on_ancestors_are_there_and_no_others(site: Site) -> None:
