@@ -29,6 +29,7 @@ from .. import errors
 from ..telemetry import log
 from ..workers.pool import Workers
 from . import audits, changes, claims, datasets, fleet, mirrors, needs, spool
+from .audits import KEPT
 from .changes import MIRROR, RESTORED
 from .claims import REPAIR
 from .database import Database, Mode, migrate, prepare
@@ -52,10 +53,10 @@ from .schema import (
 from .spool import decode_row, encode_row, row_digest
 
 __all__ = [
-    "ALL_COMMITS", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Claim", "Composition",
-    "DatasetHead", "Generation", "HeldClaim", "InstanceRow", "JudgementRow", "MirrorRow", "Module",
-    "NodeRow", "PinRow", "ReceiptRow", "RecordedRow", "Servable", "decode_row", "encode_row",
-    "row_digest",
+    "ALL_COMMITS", "KEPT", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Claim",
+    "Composition", "DatasetHead", "Generation", "HeldClaim", "InstanceRow", "JudgementRow",
+    "MirrorRow", "Module", "NodeRow", "PinRow", "ReceiptRow", "RecordedRow", "Servable",
+    "decode_row", "encode_row", "row_digest",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -256,7 +257,7 @@ class Catalog:
     put_report = _writes(audits.put_report)
     find_report = _reads(audits.find_report)
     list_reports = _reads(audits.list_reports)
-    put_receipt = _writes(audits.put_receipt)
+    put_receipts = _writes(audits.put_receipts)
     find_receipt = _reads(audits.find_receipt)
     list_receipts = _reads(audits.list_receipts)
     put_judgement = _writes(audits.put_judgement)

@@ -1,6 +1,6 @@
 """Queries about audits, judgements, reports and receipts, on one connection."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -13,7 +13,7 @@ from .database import lock, upsert
 from .mirrors import M
 from .schema import JudgementRow, ReceiptRow, audits, judgements, receipts, reports
 
-_KEPT = 200  # newest audits, reports and receipts; daily audits of half a year
+KEPT = 200  # newest audits, reports and receipts; daily audits of half a year
 
 
 def put_audit(connection: Connection, audit: Audit, node: str = "") -> None:
@@ -21,7 +21,7 @@ def put_audit(connection: Connection, audit: Audit, node: str = "") -> None:
     row = {"id": audit.id, "finished_at": audit.finished_at, "document": audit.to_json()}
     upsert(connection, audits, [row | {"node": node}])
     newest = select(audits.c.id).where(audits.c.node == node)
-    newest = newest.order_by(audits.c.finished_at.desc(), audits.c.id).limit(_KEPT)
+    newest = newest.order_by(audits.c.finished_at.desc(), audits.c.id).limit(KEPT)
     judged = select(judgements.c.audit_id).where(judgements.c.node == node)
     kept = {*connection.execute(newest).scalars(), *connection.execute(judged).scalars()}
     old = and_(audits.c.node == node, audits.c.id.not_in(kept))
@@ -78,7 +78,7 @@ def put_report(connection: Connection, report: Report) -> None:
 
 
 def _drop_old(connection: Connection, table: sa.Table, column: sa.Column[datetime]) -> None:
-    newest = select(table.c.id).order_by(column.desc(), table.c.id).limit(_KEPT)
+    newest = select(table.c.id).order_by(column.desc(), table.c.id).limit(KEPT)
     kept = connection.execute(newest).scalars().all()
     connection.execute(delete(table).where(table.c.id.not_in(kept)))
 
@@ -94,11 +94,14 @@ def list_reports(connection: Connection, limit: int = 200) -> list[Report]:
     return list(_documents(connection, query.limit(limit), Report))
 
 
-def put_receipt(connection: Connection, row: ReceiptRow) -> None:
+def put_receipts(connection: Connection, rows: Sequence[ReceiptRow]) -> None:
     lock(connection, "receipts")
-    values = {name: getattr(row, name) for name in _RECEIPT}
-    document = {"document": row.receipt.to_json(), "issued_at": row.receipt.issued_at}
-    upsert(connection, receipts, [values | document])
+    values = [
+        {name: getattr(row, name) for name in _RECEIPT}
+        | {"document": row.receipt.to_json(), "issued_at": row.receipt.issued_at}
+        for row in rows
+    ]
+    upsert(connection, receipts, values)
     _drop_old(connection, receipts, receipts.c.issued_at)
 
 

@@ -8,32 +8,35 @@ import hashlib
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio.to_thread
 from cachetools import LRUCache
 
 from .. import __version__, protocol
 from ..catalog import ReceiptRow
-from ..errors import DeadlineError, MirrordError
+from ..errors import DeadlineError
 from ..git.command import Git, lines_of
 from ..git.packs import PackIndex
 from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import public_url
-from ..model import Backend, CommitId, History, MirrorName, utc_now
-from ..telemetry import log
+from ..model import Backend, CommitId, DiffFormat, History, MirrorName, utc_now
+from ..patches.diff import Diff, diff
+from ..patches.worktree import PatchJob
 from ..templates.builder import StoreBuilder, squashed_commit
 from ..templates.packer import WALK, listed_ids
 from ..templates.store import SealedStore
 from ..workers.pool import Workers
 from ..workers.turns import Turns
+from .backend import ChangedPaths
 from .lease import Lease
+from .patching import DiffAnswer, Patches
+from .receipt_records import ReceiptRecords
 from .requests.resolve import ResolvedRequest
 
-# calls up to a minute have turns of their own: a receipt does not wait behind builds and audits
-_SHORT = timedelta(minutes=1)
-# closures of stores; the indexes of one forgotten are read again
+# of stores; the indexes of one forgotten are read again
 _CACHED = 1024
 _SEALED = "packs that hold exactly the closure, each object hashed when they were made"
 _TEMPLATE = "each file hashed, the whole compared with the tree, since the host started"
@@ -41,6 +44,13 @@ _CLEAN = {
     Backend.OVERLAY: "an empty layer over the template",
     Backend.POOL: "written and read back, or compared with the private manifest of that",
 }
+
+
+class _Sealed(NamedTuple):
+    """A store's objects, and when it was built."""
+
+    closure: protocol.Closure
+    built_at: datetime
 
 
 @dataclass(eq=False, repr=False)
@@ -51,24 +61,23 @@ class Receipts:
     workers: Workers
     mirrors: Mirrors
     stores: StoreBuilder
+    patches: Patches
 
     def __post_init__(self) -> None:
-        self._closures: LRUCache[tuple[Path, tuple[str, ...]], protocol.Closure] = LRUCache(_CACHED)
+        self._sealed: LRUCache[tuple[Path, tuple[str, ...]], _Sealed] = LRUCache(_CACHED)
         self._walks = Turns(2)
+        self.records = ReceiptRecords(self.mirrors.catalog)
 
     async def issue(
-        self, lease: Lease, diff: bytes | Path, template_proven_at: datetime | None
+        self, lease: Lease, changed: ChangedPaths, template_proven_at: datetime | None
     ) -> protocol.Receipt:
-        """Issue the receipt of a checkout with this diff; the caller holds its lock."""
+        """Issue the receipt of a checkout; the caller holds its lock."""
         row = await self.mirrors.get(str(lease.mirror))
         store, saved = None, lease.base.saved
         if lease.history is not History.LINKED:
             store = await self.stores.ensure(*lease.template)
+        diff, sealed = await self._look(lease, changed, store)
         clean = _CLEAN[lease.backend] + (", with a prepared layer" if lease.base.saved else "")
-        seal = None
-        if store:  # its HEAD is never written again, so its time is that of the build
-            built = await anyio.to_thread.run_sync((store.git / "HEAD").stat)
-            seal = protocol.Proven(method=_SEALED, at=datetime.fromtimestamp(built.st_mtime, UTC))
         return protocol.Receipt(
             format=protocol.RECEIPT_FORMAT,
             version=__version__,
@@ -88,8 +97,8 @@ class Receipts:
             created_at=lease.terms.created_at,
             expires_at=lease.terms.expires_at,
             resets=lease.resets,
-            closure=await self._closure_of(store) if store else None,
-            seal=seal,
+            closure=sealed.closure if sealed else None,
+            seal=protocol.Proven(method=_SEALED, at=sealed.built_at) if sealed else None,
             template=_proven(_TEMPLATE, template_proven_at),
             clean=None
             if lease.base.layer
@@ -101,24 +110,23 @@ class Receipts:
             else None,
             environment="@".join(lease.base.environment) if lease.base.environment else None,
             grade=_grade_of(lease),
-            diff=await anyio.to_thread.run_sync(_digest, diff),
+            diff=_digest(diff)
+            if isinstance(diff, bytes)
+            else await anyio.to_thread.run_sync(_digest, diff),
         )
 
     async def keep(self, receipt: protocol.Receipt, lease: Lease) -> None:
         """Store a receipt for the web page. A failure is logged: the client has the receipt."""
-        catalog, identity = self.mirrors.catalog, hashlib.sha256(receipt.canonical()).hexdigest()
+        identity = hashlib.sha256(receipt.canonical()).hexdigest()
         row = ReceiptRow(
             identity,
-            catalog.node,
+            self.mirrors.catalog.node,
             socket.gethostname(),
             lease.terms.owner_uid,
             lease.is_grader,
             receipt,
         )
-        try:
-            await catalog.put_receipt(row)
-        except MirrordError as error:
-            log.warning("receipt.not_kept", checkout=lease.id, detail=error.message)
+        await self.records.keep(row)
 
     async def is_recorded(self, receipt: protocol.Receipt, digest: str | None) -> bool:
         """Return whether this receipt was issued here or by another daemon of the fleet.
@@ -126,7 +134,7 @@ class Receipts:
         `digest` is its SHA-256 without the signature; the receipt itself may lack its grade.
         """
         digest = digest or hashlib.sha256(receipt.signed_bytes()).hexdigest()
-        row = await self.mirrors.catalog.find_receipt(digest)
+        row = await self.records.find(digest)
         given = replace(receipt, grade=None, signature=None)
         return row is not None and replace(row.receipt, grade=None) == given
 
@@ -152,16 +160,30 @@ class Receipts:
         actual |= {"head": head, "closure.objects": closure.objects}
         return report(receipt, actual | {"closure.sha256": closure.sha256})
 
-    async def _closure_of(self, store: SealedStore) -> protocol.Closure:
-        """Count and hash the objects of a store, once."""
-        key = store.path, store.packs
-        if key not in self._closures:
+    async def _look(
+        self, lease: Lease, changed: ChangedPaths, store: SealedStore | None
+    ) -> tuple[bytes | Path, _Sealed | None]:
+        """Return the diff of a checkout and the facts of its store, which are read once.
+
+        In one call of a worker: among many others each waits for its turn, up to 40 s were seen.
+        """
+        known = self._sealed.get((store.path, store.packs)) if store else None
+        unread = None if known else store
+        job, timeout = self.patches.job(lease), self.patches.timeout()
+        async with self.patches.spool() as spool:
             try:
-                closure = await self.workers.run(closure_of_store, store, timeout=_SHORT)
-            except DeadlineError:  # a history of tens of millions of objects
-                closure = await self.workers.run(closure_of_store, store)
-            self._closures[key] = closure
-        return self._closures[key]
+                made, read = await self.workers.run(
+                    look, job, changed, spool, unread, timeout=timeout
+                )
+            except DeadlineError:
+                if unread is None:
+                    raise
+                # a history of tens of millions of objects
+                read = await self.workers.run(read_store, unread)
+                made, _ = await self.workers.run(look, job, changed, spool, None, timeout=timeout)
+        if store and read:
+            self._sealed[store.path, store.packs] = read
+        return DiffAnswer.of(made, spool).content, known or read
 
     async def _walk(self, name: MirrorName, tip: str, head: CommitId) -> protocol.Closure:
         """Count and hash what git finds from `tip` in the mirror, and `head`."""
@@ -197,10 +219,21 @@ def report(receipt: protocol.Receipt, actual: dict[str, object]) -> protocol.Rec
     return protocol.ReceiptReport(holds=not mismatches, mismatches=mismatches, checked=list(actual))
 
 
-def closure_of_store(store: SealedStore) -> protocol.Closure:
+def look(
+    job: PatchJob, changed: ChangedPaths, spool: Path, store: SealedStore | None
+) -> tuple[Diff, _Sealed | None]:
+    """Diff a checkout, and read a store if one is given. Runs in a worker."""
+    made = diff(job, changed, DiffFormat.PATCH, spool)
+    return made, read_store(store) if store else None
+
+
+def read_store(store: SealedStore) -> _Sealed:
     """Count and hash the ids in the pack indexes of a store. Runs in a worker."""
     packs = (store.git / "objects/pack" / name for name in store.packs)
-    return _closure(oid for pack in packs for oid in PackIndex(pack.with_suffix(".idx")))
+    closure = _closure(oid for pack in packs for oid in PackIndex(pack.with_suffix(".idx")))
+    # its HEAD is never written again, so its time is that of the build
+    built_at = (store.git / "HEAD").stat().st_mtime
+    return _Sealed(closure, datetime.fromtimestamp(built_at, UTC))
 
 
 def closure_of_listing(listing: Path, head: CommitId) -> protocol.Closure:

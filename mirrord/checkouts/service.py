@@ -79,6 +79,7 @@ class Checkouts:
         """Refuse new work. Checkouts stay as they are."""
         self.leasing.is_closing = True
         self.leasing.expiry.close()
+        await self.receipts.records.close()
         await self.lifecycle.close()
 
     async def expire(self) -> int:
@@ -281,9 +282,8 @@ class Checkouts:
         """Issue a receipt: what the checkout is now, and how that was proven."""
         async with self.leasing.held(checkout, peer, live=True) as lease:
             backend = self.lifecycle.backend_of(lease)
-            made = await self.patches.diff(lease, backend.changed_paths(lease))
             proven_at = await backend.template_proven_at(lease)
-            receipt = await self.receipts.issue(lease, made.content, proven_at)
+            receipt = await self.receipts.issue(lease, backend.changed_paths(lease), proven_at)
         await self.receipts.keep(receipt, lease)
         return receipt
 

@@ -94,6 +94,7 @@ def compose_checkouts(
     return Checkouts(
         leases=leases, layers=layers, lifecycle=lifecycle, leasing=leasing, quotas=quotas,
         resolver=resolver, forks=Forks(leases, layers, lifecycle.backend_of, limits),
-        patches=patches, prepared=prepared, receipts=Receipts(git, workers, mirrors, stores),
+        patches=patches, prepared=prepared,
+        receipts=Receipts(git, workers, mirrors, stores, patches),
         pool=pool, stores=stores, mirrors=mirrors, trash=trash, clock=clock,
     )  # fmt: skip

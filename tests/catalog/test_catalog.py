@@ -543,7 +543,7 @@ def test_the_newest_receipts_are_kept_and_push_out_no_report(using: Any) -> None
         report = Report(id="r", at=NOW, kind=ReportKind.GRADING, total=1)
         await catalog.put_report(report)
         for number in range(203):
-            await catalog.put_receipt(row(number))
+            await catalog.put_receipts([row(number)])
         assert await catalog.find_receipt("202") == row(202)
         assert await catalog.find_receipt("2") is None
         assert [each.id for each in await catalog.list_receipts()][:2] == ["202", "201"]

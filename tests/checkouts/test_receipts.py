@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from checkout_parts import NAME, ROOT_PEER, USER, USER_PEER, Service, running_service
 from gitrepos import ENV, Upstream
+from waiting import until
 
-from mirrord.errors import AccessError, CheckoutNotFoundError, MirrordError
+from mirrord.checkouts.receipts import look
+from mirrord.errors import AccessError, CheckoutNotFoundError, DeadlineError, MirrordError
 from mirrord.host.peers import Peer
 from mirrord.model import Backend, History, View, utc_now
 from mirrord.protocol import (
@@ -74,6 +76,23 @@ def counted_by_git(repository: Path, *tips: str) -> Closure:
     lines = subprocess.check_output(f"{walk} | wc -l", **options)
     digest = subprocess.check_output(f"{walk} | sha256sum", **options)
     return Closure(objects=int(lines), sha256=digest.split()[0].decode())
+
+
+def test_a_receipt_waits_for_no_writer_of_the_catalog(service: Service) -> None:
+    """Its record is written when that one ends, and proves the receipt before."""
+    checkout, catalog = start(service), service.checkouts.mirrors.catalog
+
+    async def issue_beside_an_import() -> tuple[Receipt, ReceiptReport, bool]:
+        async with catalog._writing():
+            receipt = await service.checkouts.receipt(checkout.id, USER_PEER)
+            told = await service.checkouts.verify_receipt(receipt, None, USER_PEER)
+            is_written = receipt in [row.receipt for row in await catalog.list_receipts()]
+        return receipt, told, is_written
+
+    receipt, told, was_written = service.call(issue_beside_an_import)
+    assert (told.proven_by, was_written) == (["record"], False)
+    until(lambda: receipt in [row.receipt for row in service.call(catalog.list_receipts)])
+    assert not service.checkouts.receipts.records._unwritten
 
 
 def test_a_receipt_says_what_the_checkout_is(
@@ -281,7 +300,41 @@ def test_a_receipt_does_not_wait_behind_builds_and_audits(service: Service) -> N
             long = service.workers._long
             for _ in range(long._background):
                 await stack.enter_async_context(long.turn())
-            checkouts.receipts._closures.clear()
+            checkouts.receipts._sealed.clear()
             return await checkouts.receipt(checkout.id, USER_PEER)
 
     assert service.call(issued).closure == issue(service, checkout).closure
+
+
+def test_a_receipt_takes_one_call_of_a_worker(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for its turn among all calls of its user; and the store is read once."""
+    checkout, receipts, run = start(service), service.checkouts.receipts, service.workers.run
+    called: list[tuple[str, bool]] = []
+
+    async def counted(function: Any, *arguments: Any, **options: Any) -> Any:
+        called.append((function.__name__, arguments[-1] is not None))
+        return await run(function, *arguments, **options)
+
+    receipts._sealed.clear()
+    monkeypatch.setattr(service.workers, "run", counted)
+    first, second = issue(service, checkout), issue(service, checkout)
+    assert called == [("look", True), ("look", False)]
+    assert (first.closure, first.seal) == (second.closure, second.seal)
+
+
+def test_a_store_too_large_for_the_time_of_a_diff_is_read_by_itself(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout, run = start(service), service.workers.run
+    closure = issue(service, checkout).closure
+
+    async def slow(function: Any, *arguments: Any, **options: Any) -> Any:
+        if function is look and arguments[-1] is not None:
+            raise DeadlineError("cannot finish look: it took longer than 1 s")
+        return await run(function, *arguments, **options)
+
+    service.checkouts.receipts._sealed.clear()
+    monkeypatch.setattr(service.workers, "run", slow)
+    assert issue(service, checkout).closure == closure
