@@ -208,7 +208,9 @@ class Application:
             return answer
         if answer is None:
             return Response(status_code=204)
-        return Response(protocol.to_bytes(answer), endpoint.status, media_type="application/json")
+        goes_on = isinstance(answer, protocol.Operation) and endpoint.may_take_long
+        status = 202 if goes_on else endpoint.status
+        return Response(protocol.to_bytes(answer), status, media_type="application/json")
 
     def _role(self, peer: Peer) -> Role:
         role = self._engine.access.role(peer)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from .. import protocol
 from ..errors import CommitNotFoundError, CommitUnservableError, NotFoundError
+from ..jobs.operations import patiently
 from ..model import AuditLevel, CommitId, MirrorName, parse_commit
 from .request import BUNDLE_LIMIT_BYTES, Call, OwnedStream, Query, spool_body
 
@@ -136,9 +137,26 @@ async def list_pins(call: Call, query: MirrorQuery) -> list[protocol.Pin]:
     return await mirrors.list_pins((await mirrors.get(text)).name if text else None)
 
 
-async def add_pin(call: Call, body: protocol.AddPin) -> protocol.Pin:
-    commit, mirrors = parse_commit(body.commit), call.engine.mirrors
-    name = (await mirrors.get(body.mirror)).name
+async def add_pin(call: Call, body: protocol.AddPin) -> protocol.Pin | protocol.Operation:
+    """Fetch a commit where it is missing, and pin it once its closure is verified.
+
+    What takes long, for an upstream or a store that is slow, is answered with 202 and an operation.
+    """
+    commit = parse_commit(body.commit)
+    name = (await call.engine.mirrors.get(body.mirror)).name
+    pinning = await patiently(_pin(call, name, commit, body.reason))
+    if pinning.done():
+        return pinning.result()
+
+    async def run(_: protocol.ProgressSink) -> protocol.Pin:
+        return await pinning
+
+    operations, owner_uid = call.engine.operations, call.peer.uid
+    return operations.start("pin.add", str(name), run, owner_uid=owner_uid)
+
+
+async def _pin(call: Call, name: MirrorName, commit: CommitId, reason: str) -> protocol.Pin:
+    mirrors = call.engine.mirrors
     if missing := await mirrors.ensure_commits(name, [commit]):
         raise CommitNotFoundError(
             f"cannot pin {commit} of {name}: {missing[commit]}",
@@ -152,7 +170,7 @@ async def add_pin(call: Call, body: protocol.AddPin) -> protocol.Pin:
             f"cannot pin {commit} of {name}: it is a tag, not a commit", hint=f"pin {peeled}"
         )
     owner = f"person/{call.peer.uid}"
-    if refused := await mirrors.pin(name, [commit], owner=owner, reason=body.reason):
+    if refused := await mirrors.pin(name, [commit], owner=owner, reason=reason):
         raise CommitUnservableError(
             f"cannot pin {commit} of {name}: {refused[commit]}",
             hint=f"sync or audit {name}",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import anyio.to_thread
 from pydantic import TypeAdapter
@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from .. import __version__, errors
 from ..host.peers import Role
-from ..protocol import API, RESULTS, Health, Message, Problem, Receipt, Request
+from ..protocol import API, RESULTS, Health, Message, Operation, Pin, Problem, Receipt, Request
 from . import checkouts, daemon, datasets, mirrors, turns
 from .request import MEDIA_TYPE, Call, Query, text_response
 
@@ -74,6 +74,11 @@ class Endpoint:
     @property
     def name(self) -> str:
         return self.handler.__name__
+
+    @cached_property
+    def may_take_long(self) -> bool:
+        """True if it may answer with 202 and an operation that goes on."""
+        return self.status == 201 and Operation in get_args(self._annotations["return"])
 
     @property
     def ends_with_client(self) -> bool:
@@ -143,7 +148,7 @@ ENDPOINTS = (
     _post(f"{API}/bundles", ADMIN, mirrors.import_bundle, 202, upload=_FILE),
     _post(f"{API}/restores", ADMIN, mirrors.start_restore, 202),
     _get(f"{API}/pins", ADMIN, mirrors.list_pins),
-    _post(f"{API}/pins", ADMIN, mirrors.add_pin, 201),
+    _post(f"{API}/pins", ADMIN, mirrors.add_pin, 201, answer=Pin),
     _delete(f"{API}/pins/{{name}}/{{commit}}", ADMIN, mirrors.remove_pin, 204),
 
     _get(f"{API}/datasets", MEMBER, datasets.list_datasets),
@@ -304,6 +309,9 @@ def _answers(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]:
         str(endpoint.status): good,
         "default": {"description": "A problem", "content": _PROBLEM},
     }
+    if endpoint.may_take_long:
+        content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Operation"}}}
+        answers["202"] = {"description": "It goes on as an operation", "content": content}
     for status in sorted({error.http_status for error in endpoint.errors}):
         codes = sorted(error.code for error in endpoint.errors if error.http_status == status)
         answers[str(status)] = {

@@ -18,13 +18,14 @@ import anyio
 from ..audit.service import Audits
 from ..bundles.bundle_file import read_header
 from ..bundles.service import Bundles
+from ..catalog import MirrorRow
 from ..datasets.service import DatasetFile, Datasets
 from ..environments.images.importing import key_of_image
 from ..environments.service import Environments
 from ..errors import InstanceNotFoundError, InvalidRequestError
 from ..fleet import with_obstore
 from ..heal.service import Heals
-from ..jobs.operations import Operations, Work
+from ..jobs.operations import Operations, Work, patiently
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, DatasetName, MirrorName, shown
 from ..protocol import (
@@ -37,6 +38,7 @@ from ..protocol import (
     ProgressSink,
     Restored,
     StartAudit,
+    Synced,
 )
 from ..templates.service import Templates
 from .prewarm import Prewarm
@@ -61,10 +63,25 @@ class BackgroundWork:
     on_mirrors_changed: Callable[[], Awaitable[None]]
 
     async def add_mirror(self, repo: str, url: str | None, *, owner_uid: int = 0) -> Operation:
-        """Register a mirror and sync it for the first time."""
-        row = await self.mirrors.add(repo, url)
-        await self.on_mirrors_changed()
-        return self.sync(row.name, kind="mirror.add", owner_uid=owner_uid)
+        """Register a mirror and sync it for the first time.
+
+        In a fleet, the store is first asked whether it has the mirror.
+        """
+
+        async def register() -> MirrorRow:
+            row = await self.mirrors.add(repo, url)
+            await self.on_mirrors_changed()
+            return row
+
+        registering = await patiently(register())
+        if registering.done():
+            name = registering.result().name
+            return self.sync(name, kind="mirror.add", owner_uid=owner_uid)
+
+        async def run(progress: ProgressSink) -> Message:
+            return await self._sync((await registering).name, progress)
+
+        return self.operations.start("mirror.add", repo, run, owner_uid=owner_uid)
 
     def sync(
         self,
@@ -75,14 +92,22 @@ class BackgroundWork:
         retry_faults: bool = False,
         owner_uid: int = 0,
     ) -> Operation:
-        async def run(progress: ProgressSink) -> Message:
-            result = await self.mirrors.sync(
-                name, progress, accept_loss=accept_loss, retry_faults=retry_faults
-            )
-            pinned = await self.datasets.repin(name)  # commits that upstream lacked before
-            return replace(result, pinned=pinned)
-
+        run = partial(self._sync, name, accept_loss=accept_loss, retry_faults=retry_faults)
         return self.operations.start(kind, str(name), run, owner_uid=owner_uid)
+
+    async def _sync(
+        self,
+        name: MirrorName,
+        progress: ProgressSink,
+        *,
+        accept_loss: bool = False,
+        retry_faults: bool = False,
+    ) -> Synced:
+        result = await self.mirrors.sync(
+            name, progress, accept_loss=accept_loss, retry_faults=retry_faults
+        )
+        pinned = await self.datasets.repin(name)  # commits that upstream lacked before
+        return replace(result, pinned=pinned)
 
     def set_url(
         self, name: MirrorName, url: str, *, accept_loss: bool = False, owner_uid: int = 0

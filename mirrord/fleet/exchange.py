@@ -5,14 +5,16 @@ names what was uploaded for it. A download waits in quarantine, and refs move in
 once every object is there. The caller holds the mirror's lock.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import to_thread
 
@@ -22,6 +24,7 @@ from ..errors import (
     CorruptObjectError,
     GitFailedError,
     StoreDamagedError,
+    StoreUnavailableError,
     full_disk_named,
 )
 from ..git.command import lines_of, low_priority
@@ -47,6 +50,14 @@ from .objects import Blob, ObjectStore
 Accept = Callable[[Generation], Awaitable[bool]]
 # write what the catalog knows into an object directory; return the ref that names it
 RecordWriter = Callable[[Path], Awaitable[Refs]]
+
+
+T = TypeVar("T")
+
+
+async def _ask(request: Callable[[], T]) -> T:
+    """Make a request of a publication, which a cancellation leaves: the store may be silent."""
+    return await to_thread.run_sync(request, abandon_on_cancel=True)
 
 
 async def record_nothing(_: Path) -> Refs:
@@ -85,7 +96,7 @@ class Exchange:
         name, old = repository.name, None
         if previous is not None and is_whole:
             try:
-                old = await to_thread.run_sync(read_manifest, self.store, name, previous)
+                old = await _ask(partial(read_manifest, self.store, name, previous))
             except StoreDamagedError as error:
                 log.warning("store.damaged", mirror=str(name), detail=error.message)
         async with self.quarantine.directory("publish") as directory:
@@ -104,7 +115,7 @@ class Exchange:
             fresh = set(refs.values()) - old_tips
             packs += await self._upload(repository, directory, fresh, old_tips, number)
         manifest = GenerationManifest(str(name), url, epoch, number, head, refs, tuple(packs))
-        generation = await to_thread.run_sync(put_manifest, self.store, name, manifest)
+        generation = await _ask(partial(put_manifest, self.store, name, manifest))
         if not await accept(generation):
             raise ClaimLostError(
                 f"cannot publish mirror {name}: another node has claimed it meanwhile",
@@ -135,7 +146,7 @@ class Exchange:
                 doing=f"pack mirror {repository.name} for the store",
             )  # fmt: skip
         paths = [directory / f"published-{name}.pack" for name in made.lines]
-        return await to_thread.run_sync(
+        return await _ask(
             lambda: [put_pack(self.store, repository.name, it, upto, replace) for it in paths]
         )
 
@@ -328,12 +339,23 @@ class SharedClosures:
 
         try:
             with self.noting():
-                await to_thread.run_sync(download_all)
+                await self._unless_silent(download_all)
         except StoreDamagedError:
             await self.catalog.drop_closures(name.key, commits=list(places))
             # a later upload of the same pack would not replace it
             await to_thread.run_sync(self.store.delete, _objects(name, rows.values()))
             raise
+
+    async def _unless_silent(self, request: Callable[[], None]) -> None:
+        """Make a request, and give it up where the store falls silent: packing takes seconds."""
+        asking = asyncio.ensure_future(_ask(request))
+        try:
+            while not (await asyncio.wait([asking], timeout=1.0))[0]:
+                if self.store.is_silent():
+                    raise StoreUnavailableError(f"store {self.store.shown} does not answer")
+            asking.result()
+        finally:
+            asking.cancel()
 
     async def offer(
         self, name: MirrorName, layers: Collection[tuple[Mapping[str, Any], Path]]

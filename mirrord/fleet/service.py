@@ -19,11 +19,11 @@ from .. import errors, protocol
 from ..bundles.service import Bundles
 from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
 from ..host.files import read_plain
-from ..mirrors.refs import lasting_refs, write_durably
-from ..mirrors.repository import Repository
+from ..mirrors.refs import followed_refs, lasting_refs, write_durably
+from ..mirrors.repository import HISTORY, Repository
 from ..mirrors.sharing import MirrorClaim, Sharing
 from ..mirrors.upstreams.upstream import parse_upstream
-from ..model import MirrorName
+from ..model import CommitId, MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 from .claims import Claims, Hold
@@ -85,7 +85,7 @@ class Fleet(Sharing):
         self.fault: str | None = None  # of the store
         self.refusals = 0  # of the store since the start
         self.closures = SharedClosures(
-            self.catalog, self.store, self.noting, lambda: self.fault is not None
+            self.catalog, self.store, self.noting, lambda: bool(self.outages())
         )
 
     async def open(self) -> None:
@@ -259,6 +259,17 @@ class Fleet(Sharing):
 
     async def is_known(self, repository: Repository) -> bool:
         return await to_thread.run_sync(read_generation, repository.path) is not None
+
+    async def has_published(self, repository: Repository, commits: Collection[CommitId]) -> bool:
+        key = repository.name.key
+        own = await to_thread.run_sync(read_generation, repository.path)
+        if own is None or own != self.generations.get(key):
+            return False
+        refs, row = await repository.all_refs(), await self.catalog.find_mirror(key)
+        # a sync whose publication failed has moved the refs, and recorded nothing
+        if row is None or row.history is None or row.history != refs.get(HISTORY):
+            return False
+        return await repository.reaches(followed_refs(refs).values(), commits)
 
     async def follow(self, repository: Repository) -> None:
         key = repository.name.key

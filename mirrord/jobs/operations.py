@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import anyio
 import structlog
@@ -64,6 +64,7 @@ class _Tracked:
 
 
 # returns the result of its operation: a message or JSON values
+T = TypeVar("T")
 Work = Callable[[ProgressSink], Awaitable[object]]
 
 
@@ -288,6 +289,21 @@ async def together(works: Iterable[Coroutine[Any, Any, object]]) -> None:
     async with task_group() as group:
         for work in works:
             group.create_task(work)
+
+
+# a store or an upstream may be silent for a minute, and a first fetch takes longer
+_ANSWER_WITHIN_S = 10.0
+
+
+async def patiently(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Give work of a request some seconds to end; what takes longer is for an operation."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.wait([task], timeout=_ANSWER_WITHIN_S)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    return task
 
 
 class Deferred:

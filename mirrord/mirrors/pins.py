@@ -94,13 +94,13 @@ class Pins:
         repository: Repository,
         reasons: Mapping[CommitId, str],
         owner: str,
-        publish: Callable[[Repository], Awaitable[None]],
+        publish: Callable[[Collection[CommitId]], Awaitable[None]],
     ) -> dict[CommitId, str]:
         """Pin the commits that can be served; return the others, each with why not.
 
         `reasons` are those of the pins. An existing pin keeps its row, and its reason unless there
-        is a new one. Objects are
-        published before other daemons can read of their pins in the catalog.
+        is a new one. `publish` is called with commits that had no pin of this owner, before other
+        daemons can read of their pins in the catalog.
         """
         refused = await verify_commits(repository, reasons)
         listed = await self._catalog.list_pins(repository.name.key, owner=owner)
@@ -200,7 +200,7 @@ class Pins:
         repository: Repository,
         rows: Sequence[PinRow],
         owner: str,
-        publish: Callable[[Repository], Awaitable[None]] | None = None,
+        publish: Callable[[Collection[CommitId]], Awaitable[None]] | None = None,
     ) -> None:
         """Write refs, then rows; remove the new refs where the rows cannot be written."""
         present = await repository.all_refs()
@@ -210,7 +210,7 @@ class Pins:
             await commit(repository, {pin_ref(owner, oid): (None, oid) for oid in new})
             try:
                 if publish and new:
-                    await publish(repository)
+                    await publish(new)
                 await self._catalog.put_pins(rows)
             except Exception:
                 await self._undo(repository, _Unfinished(owner, new))

@@ -163,6 +163,15 @@ class Repository:
         )  # fmt: skip
         return not answer.lines
 
+    async def reaches(self, tips: Iterable[str], commits: Iterable[str]) -> bool:
+        """True if all commits are among the tips and their ancestors."""
+        answer = await self.run(
+            "rev-list", "--max-count=1", "--stdin",
+            stdin=lines_of([*commits, *(f"^{oid}" for oid in sorted(set(tips)))]),
+            doing=f"find refs that reach commits of {self.name}",
+        )  # fmt: skip
+        return not answer.lines
+
     async def write_object(self, kind: str, content: bytes) -> str:
         """Write a loose object, flushed; return its id."""
         with full_disk_named(f"mirror {self.name}"):

@@ -526,9 +526,15 @@ class Mirrors(Inventory):
         row = await self._synced(name)
         repository = self.repository(row.name)
         async with self.sharing.claim(row.name) as claim, self.lock(row.name):
+
+            async def publish(new: Collection[CommitId]) -> None:
+                # other daemons have what published refs reach; their pins follow soon
+                if not await self.sharing.has_published(repository, new):
+                    await claim.publish(repository)
+
             await self.catch_up(row.name)
             await repository.must_be_ours()
-            refused = await self.pins.add(repository, reasons, owner, claim.publish)
+            refused = await self.pins.add(repository, reasons, owner, publish)
         self.sharing.records_changed([row.name.key])
         if pinned := reasons.keys() - refused.keys():
             counts = {"count": len(pinned), "refused": len(refused)}

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from ..catalog import Generation, MirrorRow
-from ..model import MirrorName
+from ..model import CommitId, MirrorName
 from ..protocol import ProgressSink
 from .repository import Repository
 
@@ -56,6 +56,10 @@ class Sharing:
     async def is_known(self, repository: Repository) -> bool:
         """True if a mirror on this disk has a generation."""
         return False
+
+    async def has_published(self, repository: Repository, commits: Collection[CommitId]) -> bool:
+        """True if the refs of the newest generation reach all these commits; under the lock."""
+        return True
 
     async def follow(self, repository: Repository) -> None:
         """Bring a mirror, which may be empty, to the newest generation; under its lock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -27,6 +28,7 @@ from daemon_fleet import (
     newest,
     refs,
     rows,
+    well_ended,
 )
 from daemons import Daemon
 from gitrepos import Upstream
@@ -114,6 +116,48 @@ def test_without_the_store_a_daemon_serves_and_says_so(
             b = fleet.make(environment=environment)
             assert checkout(b, mirror="owner/name", commit=commit)
             assert a.get("/v1/health")[0] == 200
+
+
+def test_a_store_that_never_answers_keeps_no_request_waiting(
+    server: postgresql.Server, upstream: Upstream
+) -> None:
+    """A pin of what is published needs no store; what needs it goes on as an operation."""
+    bucket, heard = s3.shared(), list[bytes]()
+    with link.to(bucket.port) as wire:
+        environment = bucket.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
+        with daemon_fleet.fleet(server, bucket.create(), upstream.path.parent) as fleet:
+            a = fleet.make(_OWN, environment=environment)
+            done(a, "POST", "/v1/mirrors/owner__name/sync")
+            copy = {"repo": "owner/copy", "url": f"file://{upstream.path}"}
+            done(a, "POST", "/v1/mirrors", copy)
+            published, new = upstream.git("rev-parse", "HEAD~2"), upstream.commit({"new": "line\n"})
+            wire.on_data = lambda _, is_request, data: heard.append(data) if is_request else None
+            wire.is_silent = True
+            status, _, body = a.request("POST", "/v1/pins", _pin_of(published))
+            assert (status, len(heard)) == (201, 0), body
+            syncing = a.json("POST", "/v1/mirrors/owner__copy/sync")
+            eventually(lambda: heard)  # it publishes, under the mirror's lock
+            assert a.request("DELETE", "/v1/mirrors/owner__copy")[0] == 204
+            sync = a.json("GET", f"/v1/operations/{syncing['id']}")
+            assert (sync["state"], sync["error"]["code"]) == ("failed", "conflict")
+            status, _, body = a.request("POST", "/v1/pins", _pin_of(new))
+            assert (status, json.loads(body)["kind"]) == (202, "pin.add"), body
+            status, _, added = a.request("POST", "/v1/mirrors", copy)
+            assert (status, json.loads(added)["kind"]) == (202, "mirror.add"), added
+            # it counts once its objects are in the store
+            assert [it["commit"] for it in a.json("GET", "/v1/pins")] == [published]
+            wire.is_silent = False
+            assert well_ended(a, json.loads(body))["commit"] == new
+            assert well_ended(a, json.loads(added))["changed"]
+            assert {it["commit"] for it in a.json("GET", "/v1/pins")} == {published, new}
+            b = fleet.make(environment=environment)
+            assert checkout(b, mirror="owner/name", commit=published)
+            have(f"refs/mirrord/pins/person/0/{new}", b)
+            have(f"refs/mirrord/pins/person/0/{published}", b)
+
+
+def _pin_of(commit: str) -> dict[str, str]:
+    return {"mirror": "owner/name", "commit": commit}
 
 
 def test_a_store_that_has_room_for_little_stays_a_fault(

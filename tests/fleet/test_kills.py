@@ -6,6 +6,7 @@ MIRRORD_SEED; all with MIRRORD_KILLS=all.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -18,7 +19,7 @@ import link
 import postgresql
 import pytest
 import s3
-from daemon_fleet import Fleet, done, eventually, rows
+from daemon_fleet import Fleet, done, eventually, rows, well_ended
 from daemons import Daemon
 from gitrepos import Upstream, git
 from steps import Steps
@@ -228,7 +229,10 @@ class Download(FirstSync):
     def run(self) -> None:
         body = {"mirror": self.key, "commit": self.commit}
         status, _, answer = self.lab.a.request("POST", "/v1/pins", body)
-        assert status == 201, answer
+        if status == 202:  # a strained machine
+            well_ended(self.lab.a, json.loads(answer))
+        else:
+            assert status == 201, answer
         self.is_pinned = True
 
     def finish(self) -> None:

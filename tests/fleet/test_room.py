@@ -101,7 +101,9 @@ def test_a_full_store_delays_news_and_nothing_else(
         failed = ended(b, "POST", "/v1/mirrors/owner__name/sync")
         assert failed["error"]["code"] == "store-full"
         store.fill()  # also with the room of objects that were being written
-        status, _, body = c.request("POST", "/v1/pins", {"mirror": "owner/name", "commit": base})
+        # of no ref, so it is not published yet
+        lone = upstream.git("commit-tree", "-p", base, "-m", "lone", f"{base}^{{tree}}")
+        status, _, body = c.request("POST", "/v1/pins", {"mirror": "owner/name", "commit": lone})
         assert (status, b"store-full" in body) == (507, True), body
         # said by the daemons that met it, and on the others of them
         assert _NO_ROOM in _health(b)
@@ -122,7 +124,7 @@ def test_a_full_store_delays_news_and_nothing_else(
             eventually(lambda: _well(node))  # noqa: B023
         become_like(b, a, c)
         assert a.json("GET", "/v1/mirrors/owner__name")["error"] is None
-        assert c.request("POST", "/v1/pins", {"mirror": "owner/name", "commit": base})[0] == 201
+        assert c.request("POST", "/v1/pins", {"mirror": "owner/name", "commit": lone})[0] == 201
         _told_no_bug(a, b, c)
 
 

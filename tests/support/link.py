@@ -18,7 +18,7 @@ _FULL = b"<Error><Code>XMinioStorageFull</Code><Message>It has no room.</Message
 class Link:
     """Listens at `port` and passes bytes on. Set `delay_s` at any time; `cut` closes everything.
 
-    While `is_full`, requests that write at least `full_from` bytes get 507 in the place of the
+    While `is_silent`, bytes wait. While `is_full`, requests that write at least `full_from` bytes get 507 in the place of the
     server's answer. `on_data` sees data before it is passed on: the connection, whether it goes to the server, the bytes.
     """
 
@@ -27,6 +27,7 @@ class Link:
     def __init__(self, target: int) -> None:
         self.target = target
         self.delay_s = 0.0
+        self.is_silent = False
         self.is_full = False
         self.full_from = 0
         self.on_data = lambda *_: None
@@ -74,6 +75,8 @@ class Link:
             while data := source.recv(65536):
                 time.sleep(self.delay_s)
                 self.on_data(id(client), source is client, data)
+                while self.is_silent and not self._is_cut:
+                    time.sleep(0.05)
                 if self.is_full and _written(data) >= self.full_from:
                     _refuse(source, data)
                 else:

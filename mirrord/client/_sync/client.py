@@ -283,7 +283,12 @@ class Client:
             mirrord.pin("psf/requests", commit, reason="baseline of a paper")
         """
         body = http.message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
-        return self._post(protocol.Pin, "pins", body=body)
+        answer = self._connection.request("POST", "pins", body=body)
+        if answer.status != 202:
+            return http.read_one(answer, protocol.Pin)
+        # it waits for upstream or for the store
+        done = self.wait(http.read_one(answer, protocol.Operation))
+        return protocol.Pin.from_json(done.result)
 
     def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
         """Remove your pin, or as an administrator that of `owner`."""
