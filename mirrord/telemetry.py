@@ -1,10 +1,7 @@
 """Logs: structlog, set up once per process; request ids; masking of secrets.
 
 A line that cannot be written is lost without an error: a full disk under stderr must not stop a
-checkout. Workers call `configure` too, so that their lines look the same.
-
-The daemon collects its lines, and a thread writes them: one write for each line was a seventh of
-its processor time. They are written within `BUFFERED_S`, at once with an error, and at the end.
+checkout. The daemon's lines are written by a thread, at once with an error, and at the end.
 """
 
 import atexit
@@ -156,6 +153,7 @@ def configure(
     logging.captureWarnings(True)
 
 
+# one write for each line was a seventh of the daemon's processor time
 BUFFERED_S = 0.1
 _BUFFERED_LINES = 2000  # more wait for the writing, as they did without a buffer
 

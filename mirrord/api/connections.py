@@ -2,8 +2,7 @@
 
 Each user may open a share of the connections, strangers a small one, and some are reserved for
 administrators. At the limit, a new connection of a user replaces an idle one of the user with most,
-so idle connections exclude nobody. Each connection is an open file: a low RLIMIT_NOFILE lowers the
-limit, so that requests can still open files.
+so idle connections exclude nobody.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Requests as handlers see them: the caller, the query, the body; streams and problems as answers.
+"""Requests as handlers see them: the caller, the query, the body; streams and problems as
+answers.
 
-Short bodies are read into memory, long ones into files in the quarantine. The bytes of unanswered
-requests are limited for each user and in total; datasets and bundles are not counted. A body that
-is too large, too slow or incomplete is an error and leaves no file. The quarantine is emptied at
-the start, so a killed daemon leaves none either.
+Short bodies are read into memory, long ones into files in the quarantine, which the start empties.
+A body that is too large, too slow or incomplete is an error and leaves no file.
 """
 
 from __future__ import annotations

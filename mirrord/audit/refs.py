@@ -1,9 +1,8 @@
 """HEAD, refs and configuration of a mirror, read from their files and compared with its history.
 
-Not by git, which refuses a repository without HEAD and follows planted files. Only mirrord writes
-these files, and each transaction that moves a ref records that in the ref history. So any
-difference was made by something else, and so was a history without the record that the catalog
-knows. A tip that upstream left has a kept ref. Reads only, in a worker.
+Only mirrord writes these files, and each transaction that moves a ref records that in the ref
+history. So any difference was made by something else, and so was a history without the record that
+the catalog knows. A tip that upstream left has a kept ref. Reads only, in a worker.
 """
 
 import re
@@ -67,6 +66,7 @@ def read_ref_files(git_dir: Path) -> RefFiles:
 
 
 def _read(git_dir: Path) -> RefFiles:
+    # not by git, which refuses a repository without HEAD, and follows planted files
     files = RefFiles()
     text = _text(git_dir, "HEAD", FileKind.HEAD, files)
     if symbolic := _SYMBOLIC.fullmatch(text or ""):

@@ -1,15 +1,9 @@
 """Bundles: a mirror with the catalog's records of it written to one file, and read back.
 
-Writing changes nothing: the records are made in quarantine, everything else is streamed. A file
-that is read is indexed in quarantine and every closure is proven. Only then the mirror changes: the
-catalog's rows, then objects, then one transaction of refs. So a bad bundle changes nothing, and the
-same import finishes what a crash interrupted.
-
-The file is a git bundle (version 2): plain git lists, verifies, clones and fetches from it.
-`refs/mirrord/records/owner__name` in it is a commit, whose tree has what the catalog knows:
-`mirror.json`, and a file of rows for each dataset. Below `refs/mirrord/modules/` are the mirrors of
-submodules, each with such refs of its own; `refs/mirrord/lfs/owner__name` is a commit with the LFS
-objects.
+Writing changes nothing. A file that is read is indexed in quarantine and every closure is proven.
+Only then the mirror changes: the catalog's rows, then objects, then one transaction of refs. So a
+bad bundle changes nothing, and the same import finishes what a crash interrupted. docs/backup.md
+has the form of the file.
 """
 
 from collections.abc import AsyncGenerator

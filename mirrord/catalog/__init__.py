@@ -1,10 +1,8 @@
 """The database of mirrors, pins, datasets, instances, recorded commits and audits.
 
 `Catalog` is its table of queries. Each is one transaction in a thread; bulk work runs in a worker.
-
-A warm checkout needs no query. With SQLite the refs of the mirrors decide which pins exist, and the
-catalog follows; with PostgreSQL, which a fleet shares, the catalog decides, and refs follow.
-Committed transactions survive a crash.
+With SQLite the refs of the mirrors decide which pins exist, and the catalog follows; with
+PostgreSQL, which a fleet shares, the catalog decides, and refs follow.
 """
 
 from __future__ import annotations

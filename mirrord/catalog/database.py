@@ -1,10 +1,8 @@
 """Connect to the catalog's database, translate its errors, migrate its schema.
 
 SQLite in WAL mode (a reader never waits, a crash loses nothing committed), or PostgreSQL by URL. A
-read is one snapshot. A write is one transaction that takes SQLite's write lock when it begins: a
-deferred one cannot wait for the lock once it has read (SQLITE_BUSY_SNAPSHOT). On PostgreSQL other
-daemons write at the same time: each statement sees what is committed, and writes that must not
-interleave take a `lock` first.
+read is one snapshot, a write one transaction. On PostgreSQL other daemons write at the same time:
+each statement sees what is committed, and writes that must not interleave take a `lock` first.
 """
 
 import os
@@ -116,6 +114,8 @@ class Database:
     def write(self) -> Iterator[Connection]:
         options: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
         if self.is_sqlite:
+            # a deferred transaction that has read cannot wait for the write lock
+            # (SQLITE_BUSY_SNAPSHOT)
             options = {"mirrord_begin": "BEGIN IMMEDIATE"}
         with self._translated(), self._engine.connect() as connection:
             connection = connection.execution_options(**options)

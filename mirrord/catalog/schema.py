@@ -1,9 +1,7 @@
 """The tables of the catalog at revision HEAD, and classes of their rows.
 
 A test compares the tables with those that the migrations make. Mirrors are keyed by their name in
-lower case, so two spellings are one row. Instances and recorded commits have no foreign key to
-mirrors: a dataset may record what is not mirrored. Patches are bytes, because PostgreSQL's text
-refuses NUL, which git's patches may contain.
+lower case, so two spellings are one row.
 """
 
 import hashlib
@@ -119,9 +117,11 @@ instances = sa.Table(
     metadata,
     sa.Column("dataset_id", sa.Integer, _cascade("datasets.id"), primary_key=True),
     sa.Column("id", Text, primary_key=True),
+    # no foreign key: a dataset may record what is not mirrored
     sa.Column("mirror_name", Text, nullable=False),
     sa.Column("base_commit", sa.String(40), nullable=False),
     sa.Column("direction", sa.String(16), nullable=False),
+    # bytes: PostgreSQL's text refuses NUL, which git's patches may contain
     sa.Column("patch", sa.LargeBinary),
     sa.Column("test_patch", sa.LargeBinary),
     sa.Column("fail_to_pass", sa.JSON, nullable=False),

@@ -1,10 +1,8 @@
 """Copy what a live checkout has over its base into a layer. Runs in workers.
 
 A backend surveys the tree: which paths the layer needs, with the stat of each. The copy is complete
-when the survey after it equals the one before it: the tree was then as the layer is. What changes
-meanwhile is copied again. The tree is read as its owner; the layer's files belong to the daemon and
-keep their times and modes. (Before Linux 6.13, two changes of a file within 4 ms, a tick of the
-clock, have one ctime and look like one.)
+when the survey after it equals the one before it: the tree was then as the layer is. The tree is
+read as its owner; the layer's files belong to the daemon and keep their times and modes.
 """
 
 import errno
@@ -83,6 +81,8 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
         if surveyed is None:
             before = None
             continue
+        # before Linux 6.13 two changes of a file within a tick of 4 ms have one ctime, and look
+        # like one
         if not (is_complete := surveyed == before):
             wanted, left_out, has_git = select(surveyed, what)
         # equal to what the last copy saw: nothing changed since then, and one survey is enough

@@ -1,11 +1,9 @@
 """Leases: who holds which checkout until when, and the two directories of a checkout.
 
-`checkouts/<id>` is the client's: only its owner and the daemon enter it, it is the same directory
-for the whole lease, and it holds `tree`. `leases/<id>` (0700) is private and has the lease itself,
-which is in no database. A directory without a lease is half-made; `.trash-<id>` was released. One
-whose lease cannot be read is neither: it is set aside, with all that its owner made. Only a renewal
-is flushed: a power failure may lose a lease that was made or reset seconds ago, but never leaves
-half of one.
+`checkouts/<id>` is the client's: only its owner and the daemon enter it, and it holds `tree`.
+`leases/<id>` (0700) is private and has the lease itself, which is in no database. A directory
+without a lease is half-made; `.trash-<id>` was released. One whose lease cannot be read is neither:
+it is set aside, with all that its owner made.
 """
 
 import json
@@ -247,6 +245,8 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
 def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
     try:
+        # A flush costs more than the rest of a checkout: a power failure may lose a lease that was
+        # made or reset seconds ago, but never leaves half of one.
         with opened(os.open(path, _CREATE, 0o600)) as fd:
             write_all(fd, to_json(lease, "directories", "state"))
             # a renewal replaces a lease that may be hours old: on some file systems a power cut

@@ -1,10 +1,9 @@
 """The overlay backend: a checkout is a mount of a private layer over its template's layers.
 
 `checkouts/<id>/tree` is the mount point; `leases/<id>/layer/` has `upper`, with what the client
-wrote, and overlayfs's `work`. An environment is another overlay, at `environment` in both. A
-checkout and a reset run on the event loop, because starting a thread would take longer; unmounting
-waits for kernel and disk, and runs in threads. Mounts outlive the daemon: after a crash a checkout
-is still mounted, after a reboot its layer is mounted again.
+wrote, and overlayfs's `work`. An environment is another overlay, at `environment` in both. Mounts
+outlive the daemon: after a crash a checkout is still mounted, after a reboot its layer is mounted
+again.
 """
 
 import errno
@@ -103,6 +102,7 @@ class OverlayBackend:
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
+        # what follows runs on the event loop: starting a thread takes longer than a mount
         async with self._template_for(lease) as template:
             template_s, ready = elapsed_s(began), time.perf_counter()
             for overlay in self._overlays(lease, template.layers):

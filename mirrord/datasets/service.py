@@ -3,8 +3,7 @@
 An import reads the file in a worker into a private spool, pins every recorded commit, then replaces
 the dataset in the catalog in one transaction, and last removes the pins of deleted rows. A crash
 leaves the old dataset whole with all its pins and at worst some extra ones, which the next start
-removes. A failed removal of pins is retried. A new import repairs missing pins. Which commits are
-unpinned is read from the pins, so a dataset never claims a pin it lacks.
+removes. A dataset never claims a pin it lacks.
 """
 
 import builtins

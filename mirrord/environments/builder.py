@@ -3,9 +3,7 @@
 A process without rights that runs one order of the daemon in a box of bubblewrap: it makes an
 environment with uv, or runs a recipe's commands in a checkout that has it. Output goes back as
 lines of JSON, the outcome last. It reads no state of mirrord, and ends with all that it started
-when the daemon hangs up. Root starts it as the user `mirrord-build`, or as a reserved uid; another
-user as itself. A daemon that systemd keeps from making namespaces asks for one at `build.sock`,
-which starts `mirrord-build@.service`.
+when the daemon hangs up.
 """
 
 import asyncio
@@ -148,6 +146,7 @@ async def run_builder(order: Order, service: Path, say: Say) -> str | None:
     """
     try:
         async with asyncio.timeout(TIMEOUT.total_seconds()):
+            # a daemon that systemd keeps from making namespaces asks for a builder at `build.sock`
             if service.exists():
                 last = await _ask_service(order, service, say)
             else:

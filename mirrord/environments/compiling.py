@@ -1,10 +1,7 @@
 """Compile the modules below a directory: `python -c PROGRAM DIRECTORY CACHE`, in a build.
 
-Bytecode is checked by the hash of its source, because times are not kept and an agent may edit a
-package; equal files compile to equal bytes, which environments share. Files of another build with
-the same path and content are compiled already: their bytecode is in CACHE. Left out are pip itself
-and the tests of packages, which a project's tests do not import: half of the work. The
-environment's Python runs this, from 3.7 on.
+Files of another build with the same path and content are compiled already: their bytecode is in
+CACHE. The environment's Python runs this, from 3.7 on.
 """
 
 import hashlib
@@ -14,6 +11,7 @@ import shutil
 import sys
 from importlib.util import MAGIC_NUMBER, cache_from_source
 
+# with pip itself, half of the work: a project's tests do not import the tests of packages
 _LEFT_OUT = {"__pycache__", "test", "tests"}
 
 
@@ -36,6 +34,8 @@ def _compile(source: str, cache: str) -> None:
     made = os.path.join(cache, hashlib.sha256(named).hexdigest())
     if not os.path.exists(made):
         # it appears by a rename: two builds may share the cache
+        # Not by times, which are not kept, and an agent may edit a package. Equal files compile to
+        # equal bytes, which environments share.
         mode = py_compile.PycInvalidationMode.CHECKED_HASH
         try:
             py_compile.compile(source, made, source, doraise=True, invalidation_mode=mode)

@@ -1,9 +1,8 @@
 """What environments have of the future, for each commit that they are used at.
 
 `[environments] leaks` decides: `report` scans after the answer of a first checkout; `hide` and
-`refuse` scan before it. `hide` puts a layer with whiteouts, the cover, over the environment's, so
-nobody who is shown the environment sees those files. Scans are kept with the environment, in
-`scans`, and what a layer has beside the layer. When the mirror has got objects since, a scan is
+`refuse` scan before it. `hide` puts a layer with whiteouts, the cover, over the environment's.
+Scans are kept with the environment, in `scans`; when the mirror has got objects since, one is
 repeated, without reading the layers and the commit's closure again.
 """
 

@@ -1,12 +1,8 @@
 """The probe: a program that says what a runner of tests would read and import, in a sandbox.
 
-The environment's own Python runs it, with `-I -S`, with the tree at the working directory and a
-question as JSON on its only argument. It imports nothing of the tree: names are looked up by
-`importlib.machinery.FileFinder`, which reads directories and no modules, and pytest is imported
-with only the standard library and the environment on the path. The answer is one line of JSON after
-MARKER. Paths in it are relative to the tree; others are absolute.
-
-It runs under every Python from 3.7 on, without mirrord.
+The environment's own Python runs it, from 3.7 on, with `-I -S`, with the tree at the working
+directory and a question as JSON on its only argument. It imports nothing of the tree. The answer is
+one line of JSON after MARKER. Paths in it are relative to the tree; others are absolute.
 """
 
 from __future__ import annotations
@@ -203,6 +199,7 @@ _LOADERS = (
 
 @functools.lru_cache(None)
 def _finder(directory: str) -> machinery.FileFinder:
+    # it reads directories and no modules: nothing of the tree is imported
     return machinery.FileFinder(directory, *_LOADERS)
 
 

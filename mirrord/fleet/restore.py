@@ -1,11 +1,8 @@
 """Restore mirrors, and what the catalog knew of them, from the store; a donor of heals.
 
 A generation holds all refs, pins among them, and the catalog's records as a bundle does. They are
-not trusted: every closure is proven, then merged into the mirror.
-
-The catalog knows the generation once everything of it is merged. Until then nothing is published of
-the mirror, because that would lack the pins and rows that are not merged yet. After a crash, the
-rounds or the same restoration finish the work.
+not trusted: every closure is proven, then merged into the mirror. The catalog knows the generation
+once everything of it is merged. After a crash, the rounds or the same restoration finish the work.
 """
 
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -141,6 +138,7 @@ class Restoration:
         except errors.InvalidBundleError as error:
             fact = error.message.partition(": ")[2]
             raise errors.StoreDamagedError(f"cannot restore mirror {name}: {fact}") from error
+        # not before: what is published meanwhile would lack pins and rows that are not merged yet
         await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation, epoch)
         mirrors.sharing.records_changed([key])
         summary = (

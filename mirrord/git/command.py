@@ -2,9 +2,8 @@
 
 Every git gets an empty environment, an explicit repository, safe configuration that outranks all
 files, its own process group, a deadline and a bound on its output. Its stderr becomes one of our
-errors. No secret of a URL is on a command line, in an error or in a log. The group is killed at the
-deadline and when the caller is cancelled. git dies with the daemon; the next start removes what its
-children left (`mirrors/maintenance.py`).
+errors. No secret of a URL is on a command line, in an error or in a log. git dies with the daemon;
+the next start removes what its children left (`mirrors/maintenance.py`).
 """
 
 import asyncio

@@ -1,9 +1,7 @@
 """The refs of an upstream, asked for by prefix: a forge has a million that nobody follows.
 
 `git ls-remote` (2.39) asks for all refs, whatever its patterns. `git fetch` sends a prefix for each
-refspec (protocol v2), and GIT_TRACE_PACKET shows the answer. Two of its refspecs contradict each
-other, so that it ends after the list and before any object: the first ref has a name that no
-upstream has, and one that had it would collide with HEAD.
+refspec (protocol v2), and GIT_TRACE_PACKET shows the answer.
 """
 
 import re

@@ -1,10 +1,9 @@
 """One heal: find damage, salvage, collect from donors, prove, publish.
 
 All but the last step happens in a stand-in in quarantine, so a cancelled or killed heal leaves the
-mirror as it was. A damaged pack moves to quarantine once its intact objects are in the stand-in,
-because git may read a damaged object from it before a good copy elsewhere; there it is a donor of
-later heals. Other bad files stay in place while they may hold a needed object that no donor has.
-The caller holds the mirror's lock.
+mirror as it was. A damaged pack moves to quarantine once its intact objects are in the stand-in;
+there it is a donor of later heals. Other bad files stay in place while they may hold a needed
+object that no donor has. The caller holds the mirror's lock.
 """
 
 import os

@@ -1,13 +1,10 @@
-"""The mount service: `python -m mirrord.host.mounter --state-dir DIR --user USER [--socket PATH]`.
+"""The mount service: `python -m mirrord.host.mounter --state-dir DIR --user USER [--socket
+PATH]`.
 
 A process with CAP_SYS_ADMIN in the host's mount namespace, which mounts checkouts for a daemon
-without either. It is a privilege boundary. It answers one uid and root (SO_PEERCRED) and accepts
-six typed requests. It makes every path itself out of checked names, opens each below the state
-directory without following a link, and gives the kernel only descriptors, so a later change of a
-name has no effect. Only the daemon's files are shown as those of other users, who must be ordinary,
-with a group of their own, and hold the lease of the checkout. Set-id bits have no effect wherever
-clients write. It reads no file of a checkout, executes nothing, and has no state that a restart
-loses: it may be killed at any moment.
+without either, and a privilege boundary: docs/security-inside.md has its rules. It makes every path
+itself out of checked names, and gives the kernel only descriptors. It reads no file of a checkout,
+executes nothing, and has no state that a restart loses.
 """
 
 import argparse

@@ -1,10 +1,9 @@
-"""Adapters: environments, sandboxes, runtimes and containers of harnesses, implemented by mirrord.
+"""Adapters: environments, sandboxes, runtimes and containers of harnesses, implemented by
+mirrord.
 
-Each module imports its harness; see docs/integrations.md. `kubernetes` is a CSI plugin, a separate
-process. The others use only the public client, and take three settings: `socket`, `checkout`
-(arguments of `Client.checkout`, such as `environment`, `owner`, `ttl`, `dataset`) and `sandbox`
-(arguments of `Sandbox`: `network`, `memory_bytes`, `processes`, `variables`, `workdir`). They hold
-a checkout from start to stop. If the harness is killed, its sandboxes and checkouts end too.
+Each module imports its harness; docs/integrations.md has their settings. `kubernetes` is a CSI
+plugin, a separate process. The others use only the public client, and hold a checkout from start to
+stop. If the harness is killed, its sandboxes and checkouts end too.
 """
 
 from collections.abc import AsyncIterator, Mapping

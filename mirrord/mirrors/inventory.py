@@ -2,8 +2,7 @@
 
 One lock for each mirror separates syncs, pins, maintenance, heals and removal. Readers need none,
 because objects are only added and refs move in one transaction. The catalog follows the disk, at
-the start and after a failed operation: unknown mirrors and pins are adopted. A pin that only the
-catalog knows stays there until a heal restores its ref.
+the start and after a failed operation: unknown mirrors and pins are adopted.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence

@@ -2,8 +2,7 @@
 
 Written to the lease's private directory before the first name is made in the tree. As
 `changing.json` it is undone, and as `changed.json`, once all is in place, it is finished: by the
-call itself, or after a crash by the next one or the next start. It is not flushed, and neither is
-what it describes: a power failure may lose a change of the last seconds, as it may a lease.
+call itself, or after a crash by the next one or the next start.
 """
 
 import json

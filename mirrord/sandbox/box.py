@@ -2,14 +2,8 @@
 
 `Box` is the only writer of bwrap(1) options; docs/sandboxes.md has the guarantees. Except for its
 mounts everything, HOME and /tmp too, is in memory and ends with the sandbox. All its processes end
-with bwrap or the thread that started it.
-
-The command's uid is the caller's or another `owner`. Root changes to it by setpriv(1) before bwrap
-starts, so bwrap never has privileges; a user enters a subordinate uid by unshare(1).
-
-Nothing of the starting process is in it: not its environment, arguments, directory or descriptors
-but the standard streams. bwrap's own process in it, pid 1, can be neither read, traced nor stopped,
-and `seccomp` limits the kernel's calls.
+with bwrap or the thread that started it. Nothing of the starting process is in it but the standard
+streams.
 """
 
 import fcntl
@@ -322,6 +316,7 @@ def become(owner: tuple[int, int] | None) -> Iterator[str]:
         # by newuidmap and newgidmap, with the same numbers inside and outside
         yield from ("unshare", "--user", f"--map-users={uid},{uid},1", f"--setuid={uid}")
         yield from (f"--map-groups={gid},{gid},1", f"--setgid={gid}", "--")
+    # before bwrap starts, which so never has privileges
     yield "setpriv"
     if is_root:
         yield from (f"--reuid={uid}", f"--regid={gid}", "--clear-groups")

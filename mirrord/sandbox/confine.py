@@ -1,11 +1,9 @@
 """The guard of a command that is confined without namespaces; a program without imports of ours.
 
-It starts the command with another uid, without capabilities and privileges to gain, under Landlock
-and a system call filter, and is the parent of all that the command leaves behind. When the command
-ends, or SIGTERM comes, which the kernel sends when the starting thread ends, it kills all of them,
-removes their scratch directory, and ends with the command's status.
-
-    python -I -S confine.py ORDER FILTER    # descriptors: JSON, and struct sock_filter[]
+It starts the command with another uid, under Landlock and a system call filter, and is the parent
+of all that the command leaves behind. It kills all of them and removes their scratch directory at
+the end of the command, or at SIGTERM: `confine.py ORDER FILTER`, both descriptors, of JSON and of
+struct sock_filter[].
 """
 
 import ctypes

@@ -1,13 +1,10 @@
 #!/usr/bin/python3 -IS
 """git-remote-mirrord: the remote helper by which git reads `mirrord::ADDRESS`.
 
-Serves the sealed store of the checkout around this process (MIRRORD_TREE, default /testbed, of
-MIRRORD_REPOSITORY and MIRRORD_INSTANCE), else that of a temporary checkout of the instance. Never
-serves a mirror, because git's protocol sends any object whose id is known. git reads a directory of
-ours with links to the store, so configuration and hooks of an agent have no effect.
-
-This file runs alone in sandboxes and containers: it imports only the standard library of Python
-3.8, and the client to ask a daemon.
+Serves the sealed store of the checkout around this process, else that of a temporary checkout of
+the instance. Never serves a mirror, because git's protocol sends any object whose id is known. This
+file runs alone in sandboxes and containers: it imports only the standard library of Python 3.8, and
+the client to ask a daemon.
 """
 
 from __future__ import annotations

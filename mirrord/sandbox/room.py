@@ -2,12 +2,8 @@
 
 The shell is the only process that is started with the box. It reads names from its standard input,
 and runs the script of each name with the pipes beside it, in a new session. So every process is
-born in the box, unprivileged and within the limits, and none enters from outside. The pipes are in
-a host directory that the box sees read-only; this process opens each before it sends its name, and
-never again by its path.
-
-A box ends when its shell is killed, when this process ends, and in `end`. Then all its processes
-are gone, and so are its HOME and /tmp.
+born in the box, unprivileged and within the limits, and none enters from outside. A box ends when
+its shell is killed, when this process ends, and in `end`.
 """
 
 from __future__ import annotations
@@ -58,6 +54,8 @@ class Pipes:
             (directory / name).chmod(0o444)
         directory.chmod(0o755)
 
+    # In a directory of the host that the box sees read-only. It is opened before the box learns of
+    # it, and never again by its path.
     def _make_pipe(self, end: str) -> int:
         os.mkfifo(path := f"{self._path}.{end}")
         # Read and write: opening a single end would wait for the other.

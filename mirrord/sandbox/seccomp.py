@@ -1,10 +1,8 @@
-"""The system call filter of sandboxes: docker's default profile for a process without capabilities.
+"""The system call filter of sandboxes: docker's default profile for a process without
+capabilities.
 
-The table is of `seccomp/default.json` in github.com/moby/profiles, of June 2026; the numbers are
-the kernel's. Differences from docker: calls of another ABI (32-bit, x32) do not exist; calls by
-which a process reaches another's memory, which docker allows, may not name the sandbox's pid 1.
-What docker's table lacks is refused with EPERM, and ENOSYS if it is newer than the table, so that
-programs fall back.
+Differences: calls of another ABI (32-bit, x32) do not exist; calls by which a process reaches
+another's memory, which docker allows, may not name the sandbox's pid 1.
 """
 
 from __future__ import annotations
@@ -68,6 +66,7 @@ CHECKS = {
 _CLONE3 = 435
 
 # NAME=NUMBER, or NAME=X86_64/AARCH64
+# from seccomp/default.json of github.com/moby/profiles, June 2026
 ALLOWED = """
 accept=43/202 accept4=288/242 access=21/ adjtimex=159/171 alarm=37/ arch_prctl=158/ bind=49/200
 brk=12/214 cachestat=451 capget=125/90 capset=126/91 chdir=80/49 chmod=90/ chown=92/

@@ -1,12 +1,9 @@
 """Scan the layers of an environment for content, objects and packs beyond a base commit.
 
 A layer never changes, so it is read once: what is in it is kept in a file, whatever mirror it is
-compared with later (`read_layer`). A comparison is for one commit of a mirror (`scan_layers`). Once
-the closure of the commit was read, whatever the mirror gets is outside of it: a later comparison
-needs only the ids that were inside.
-
-Repositories are judged by the names of their objects, of which packs have checksums and loose
-objects are hashed; `verify.py` reads every object, which takes minutes.
+compared with later (`read_layer`). A comparison is for one commit of a mirror (`scan_layers`).
+Repositories are judged by the names of their objects; `verify.py` reads every object, which takes
+minutes.
 """
 
 import json
@@ -117,6 +114,8 @@ class _KnownFuture(Future):
 
     def outside(self, ids: Iterable[bytes]) -> dict[bytes, str]:
         objects = self.candidates(ids)
+        # what the mirror gets later is outside of this closure: a comparison then needs these ids
+        # alone
         if objects and self._inside is None:
             self._inside, self._is_whole = read_closure(self.mirror, self.base, self._scratch)
         inside = objects.keys() & (self._inside or set())

@@ -3,8 +3,7 @@
 An environment is the directory `templates/.environments/<digest>` with `files` (the prefix, which
 checkouts show at a fixed path), `environment.json` (what it is and how it was built) and `log`; the
 digest is that of its recipe. A failed build has no `files`. Each appears by one rename, and `files`
-never changes; a crash leaves `.building-…`, which the next start removes. Files of equal content
-and mode are hard links of one in `.files`. The daemon's user owns all of it.
+never changes. Files of equal content and mode are hard links of one in `.files`.
 """
 
 import json

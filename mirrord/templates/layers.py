@@ -2,9 +2,8 @@
 
 A layer is `trees/<tree>` (a keyframe: a whole tree) or `trees/<tree>@<base tree>` (a delta: the
 difference from another layer's tree), with `layer.json`, `files` and `index` for overlayfs, and the
-private manifest. A delta's `files` hold the changed files, and a whiteout (character device 0/0)
-for each hidden name. A layer is built under a temporary name, and proven by content before use.
-Sync; runs in workers.
+private manifest. A layer is built under a temporary name, and proven by content before use. Sync;
+runs in workers.
 """
 
 import json

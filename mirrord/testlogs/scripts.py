@@ -1,11 +1,9 @@
-"""Scripts of rows that run their tests: the command for them, and what of its output is their log.
+"""Scripts of rows that run their tests: the command for them, and what of its output is their
+log.
 
 `eval_script` is SWE-bench's, with marks around the output of the runner. `run_script` is called
 with the files of tests, as in SWE-bench Pro, after `before_script` in the same shell, and
-`parsing_script` with what it wrote.
-
-Scripts are files that the command may read and not change, in MIRRORD_FILES: the code under test
-has its uid. A parsing_script runs after it and elsewhere, and the code under test never sees it.
+`parsing_script` with what it wrote, after it and elsewhere: the code under test never sees it.
 """
 
 import json

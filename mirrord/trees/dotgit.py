@@ -1,11 +1,9 @@
 """The `.git` of pool checkouts: a copy of a sealed store, or a git worktree of the mirror.
 
-Small files are written. Packs are borrowed from the store, by an alternate, or copied, with shared
-blocks where the file system can. They are never hard links: root in a container could write the
-store through them. A file that the user wrote
-is never read, only replaced. The index is written from the manifest, so that git need not read any
-file. Sync; runs in workers. A crash leaves a `.git` that differs from its record, which the next
-call repairs.
+Small files are written. Packs are borrowed from the store, by an alternate, or copied. A file that
+the user wrote is never read, only replaced. The index is written from the manifest, so that git
+need not read any file. Sync; runs in workers. A crash leaves a `.git` that differs from its record,
+which the next call repairs.
 """
 
 import hashlib
@@ -72,6 +70,8 @@ def read_store(source: Path, *, borrows: bool = False) -> DotGit:
         for name in sorted(names):
             path, file = directory + b"/" + name, os.path.join(above, name)
             if b"/objects/pack/" in path or b"/lfs/objects/" in path:  # also of a submodule
+                # copied or borrowed, never hard links: root in a container could write the store
+                # through one
                 store.packs[path] = Path(os.fsdecode(file))
             elif path != _INDEX:
                 store.contents[path] = read_plain(os.fsdecode(file))

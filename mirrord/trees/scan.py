@@ -1,10 +1,9 @@
 """Compares a checkout's tree and control files on disk with the private manifest.
 
-One lstat of every known path finds suspects: an ordinary user can forge mtime, size and the index,
-but not ctime, and a name added to or removed from a directory changes the directory's. A closer
-look lists or reads what stat cannot prove; it opens no link, pipe or device, and enters only known
-directories. All is done as the owner of the tree: a path that the owner may not read has changed.
-Raises CheckoutBusyError where something is mounted in the tree.
+One lstat of every known path finds suspects. A closer look lists or reads what stat cannot prove;
+it opens no link, pipe or device, and enters only known directories. All is done as the owner of the
+tree: a path that the owner may not read has changed. Raises CheckoutBusyError where something is
+mounted in the tree.
 """
 
 import errno
@@ -171,6 +170,8 @@ class _Examination:
                 is_expected = stat.S_ISDIR(seen.st_mode) and owner == (entry.uid, entry.gid)
                 inside = self.reader.look_into(path) if is_expected else None
                 self._judge_directory(path, entry, seen, inside)
+            # An ordinary user can forge mtime, size and the index, but not ctime; a name that was
+            # added or removed changes its directory's.
             elif stat_tuple(seen) != entry[3:]:
                 try:  # at a mount point, lstat is that of the mounted file
                     os.close(open_beneath(directory, name, os.O_PATH | os.O_NOFOLLOW))

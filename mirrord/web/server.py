@@ -1,10 +1,8 @@
 """The read-only web page: its listener, its HTTP rules and its cache of rendered pages.
 
 Visitors are anonymous, because TCP has no peer credentials. They have few connections, with the
-limits of `api/server.py`. Only GET and HEAD are accepted, and the Host header must name the daemon,
-which defeats DNS rebinding. Pages are rendered one at a time in a thread and cached for ten times
-as long as that took, at least a second, so visitors hardly slow down other clients. A page that
-cannot be served is a warning of `health` and never stops the daemon.
+limits of `api/server.py`. Only GET and HEAD are accepted. Pages are rendered one at a time in a
+thread and cached. A page that cannot be served is a warning of `health` and never stops the daemon.
 """
 
 import asyncio
@@ -209,6 +207,7 @@ class WebApplication:
 
         The port is ignored, because it differs behind a tunnel or a proxy.
         """
+        # a page of another site whose name leads to this address (DNS rebinding) says its own name
         name = host.lower()
         if name.startswith("["):
             name = name[1:].partition("]")[0]
@@ -245,6 +244,7 @@ class WebApplication:
         # visitors choose paths: those that name nothing must not push out pages
         if answer.status == 200:
             now = time.monotonic()
+            # ten times as long as it took: visitors hardly slow down other clients
             self._cache[path, query] = now + max(1.0, 10 * (now - began)), answer
         return answer
 

@@ -1,10 +1,8 @@
 """The gate: which request begins next, which wait, which are refused.
 
-Each iteration of the event loop begins one request, that of the user served longest ago, so no
-user waits behind another's queue. A user with a single request begins at once. While there is
-such a user, the crowd (users with several requests at once) shares a part of the machine,
-measured in seconds of the loop and of workers. A queue alone would not do: the loop and the
-processors would be busy whenever a single request arrives.
+Each iteration of the event loop begins one request, that of the user served longest ago, so no user
+waits behind another's queue. A user with a single request begins at once. While there is such a
+user, the crowd (users with several requests at once) shares a part of the machine.
 """
 
 import asyncio
@@ -30,9 +28,10 @@ T = TypeVar("T")
 WORKING = 64
 # How many requests of all users may wait. An administrator's is always accepted.
 WAITING = 2048
-# a warm checkout beside 200 connections of another uid: 5.3 ms (p50), 139 without the gate, 2.5
-# alone (load 20 on two processors)
-# seconds of the machine per second for the crowd, while other users have single requests
+# Seconds of the machine per second for the crowd, while other users have single requests: a queue
+# alone would leave loop and processors busy whenever one arrives. A warm checkout beside 200
+# connections of another uid: 5.3 ms (p50), 139 without the gate, 2.5 alone (load 20 on two
+# processors).
 CROWD_SHARE = 0.25
 
 

@@ -2,8 +2,7 @@
 
 The manifest beside a tree always describes an earlier clean state and is replaced last, so a call
 that was killed can be repeated. Without a usable manifest or top directory the tree is written
-again. A released tree is removed, never reused; a new checkout takes a spare one if there is one
-(`spares.py`). A restart removes spares, which have no lease. An environment is a copy beside the
+again. A released tree is removed, never reused (`spares.py`). An environment is a copy beside the
 tree, which a reset restores.
 """
 

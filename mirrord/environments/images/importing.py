@@ -1,12 +1,9 @@
 """Images: fetched by skopeo(1), unpacked by umoci(1), kept as layers that images share.
 
 An image is an environment whose prefix is a root file system: layers of overlayfs in
-`.environments/.layers`, each named by the digest of its content and unpacked once, below a layer of
-its own that hides the image's repository. This is the only module that runs the two programs. Both
-run as the daemon's user, who owns all unpacked files.
-
-A fetched image stays in `environments/images` until it is imported, so an import that is repeated
-after a failure continues. A layer appears by one rename.
+`.environments/.layers`, each named by the digest of its content and unpacked once. Only this module
+runs the two programs, as the daemon's user. A fetched image stays in `environments/images` until it
+is imported, so an import that is repeated after a failure continues.
 """
 
 import asyncio

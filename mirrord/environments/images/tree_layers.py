@@ -2,8 +2,7 @@
 
 Installed packages, compiled and generated files and a recipe's edits of tracked files become a
 layer over the base commit, as links to the files of the image. Nothing of a `.git` is in it, and no
-file whose content the mirror has outside of the base commit's past. What belongs to another commit,
-where the image's HEAD is not the base commit, stays as the base commit has it.
+file whose content the mirror has outside of the base commit's past.
 """
 
 import errno

@@ -2,9 +2,7 @@
 
 In it the daemon may mount overlays, which only processes in it see. The holder (`holder.py`) keeps
 it over restarts of the daemon. The user's ids are mapped to themselves, and so are those that
-/etc/subuid and /etc/subgid give to it, by newuidmap(1); never to root, after which setgroups(2) and
-newuidmap fail. Whether the namespaces work is found by making them: sysctls, seccomp and AppArmor
-refuse them in different ways.
+/etc/subuid and /etc/subgid give to it, by newuidmap(1).
 """
 
 import ctypes
@@ -183,6 +181,7 @@ def _start(state_dir: Path, *inherit: str) -> None:
 
 def _map_ids(pid: int) -> None:
     """Map the ids of this user, and its subordinate ones if newuidmap and newgidmap allow that."""
+    # never to root, after which setgroups(2) and newuidmap fail
     uid, gid = os.geteuid(), os.getegid()
     with suppress(OSError, subprocess.CalledProcessError):
         users, groups = _subordinate_ids()
