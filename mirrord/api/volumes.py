@@ -152,7 +152,7 @@ def _read_options(name: str, given: dict[str, str]) -> tuple[str, dict[str, str]
     choices = dict(options)
     part = choices.pop("what", "tree")
     if part not in PARTS:
-        hint = f"what is one of {', '.join(PARTS)}"
+        hint = f"`what` is one of {', '.join(PARTS)}"
         raise InvalidRequestError(f"cannot make volume {name}: no part {shown(part)}", hint=hint)
     checkout, fork = choices.pop("checkout", None), choices.pop("fork", None)
     if not (checkout or fork or choices.keys() & {"instance", "mirror"}):

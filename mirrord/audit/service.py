@@ -154,7 +154,7 @@ class Audits:
         dataset = await self.catalog.find_dataset(request.dataset) if request.dataset else None
         if request.dataset and dataset is None:
             raise errors.NotFoundError(
-                f"cannot audit dataset {shown(request.dataset)}: there is none",
+                f"cannot audit dataset {shown(request.dataset)}: no dataset has that name",
                 hint="see `mirrord dataset list`",
                 kind="dataset",
             )

@@ -345,7 +345,7 @@ class Catalog:
         if self._database.mode is not Mode.SHARED:
             raise errors.DiskFullError(
                 f"cannot write the catalog {self._database.label}: the disk has no room beside it",
-                hint="make room; nothing was changed",
+                hint="free some space; nothing was changed",
             )
         try:
             if self._workers is not None:

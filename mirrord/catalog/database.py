@@ -155,7 +155,7 @@ class Database:
                 raise errors.CatalogConflictError(f"{cannot_write}: {fact}", hint=hint) from error
             # disk_full
             if state == "53100":
-                hint = "make room where PostgreSQL runs; nothing was changed, and it is retried"
+                hint = "free space where PostgreSQL runs; nothing was changed, and it is retried"
                 message = f"{cannot_write}: {fact}"
                 raise errors.CatalogFullError(message, hint=hint, retry_after_s=10) from error
             if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):
@@ -164,7 +164,7 @@ class Database:
                 message = f"{cannot_write}: its file system is read-only"
                 raise errors.DiskFailedError(message, hint=hint) from error
             if code in ({sqlite3.SQLITE_FULL} if self.mode is Mode.SHARED else _NO_ROOM):
-                hint = "make room; nothing was changed"
+                hint = "free some space; nothing was changed"
                 raise errors.DiskFullError(f"{cannot_write}: {fact}", hint=hint) from error
             if code in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
                 message = f"cannot read the catalog {self.label}: {fact}"
@@ -413,7 +413,7 @@ def _back_up(database: Database) -> Path | None:
             staged.unlink()
         raise errors.ResourceError(
             f"cannot back up the catalog {path} before its migration: {error}",
-            hint="make room beside it; nothing was changed",
+            hint="free space beside it; nothing was changed",
         ) from error
     return backup
 

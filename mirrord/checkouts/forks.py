@@ -106,7 +106,7 @@ class Forks:
             if snapshot.name == name:
                 return snapshot
         raise NotFoundError(
-            f"cannot find snapshot {shown(name)}: checkout {lease.id} has none of this name",
+            f"cannot find snapshot {shown(name)}: checkout {lease.id} has no such snapshot",
             hint=f"see `mirrord snapshot list {lease.id}`",
             kind="snapshot",
         )

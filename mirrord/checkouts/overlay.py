@@ -210,8 +210,8 @@ class OverlayBackend:
             return self.mounter.clone(lease.id, target, lease.owner)
         except FileNotFoundError as error:
             raise errors.PathNotFoundError(
-                f"cannot attach the {target} of checkout {lease.id}: it has none",
-                hint="ask for a checkout with an environment",
+                f"cannot attach the {target} of checkout {lease.id}: it has no {target}",
+                hint="make a checkout with an environment",
             ) from error
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:

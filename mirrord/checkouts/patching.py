@@ -204,5 +204,5 @@ def _must_grade(lease: Lease, what: str) -> None:
     if lease.terms.view is not model.View.GRADER:
         raise AccessError(
             f"cannot {what}: the checkout has the agent view",
-            hint="ask for a checkout with --view grader",
+            hint="make a checkout with --view grader",
         )

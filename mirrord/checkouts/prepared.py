@@ -164,7 +164,7 @@ class PreparedLayers:
         if record is None and name:
             mirror, commit, history = place
             raise errors.NotFoundError(
-                f"cannot find layer {shown(name)}: you have none of this name for"
+                f"cannot find layer {shown(name)}: you have no layer of that name for"
                 f" {mirror}@{commit[:12]} with history {history}",
                 hint="see `mirrord layer list`; `mirrord layer save ID NAME` makes one",
                 kind="layer",
@@ -178,7 +178,7 @@ class PreparedLayers:
         raise errors.InvalidRequestError(
             f"cannot use layer {shown(record.saved.name)} with environment {environment}: it was"
             f" saved with {record.environment}",
-            hint=f"ask for environment {record.environment}, or for none",
+            hint=f"use environment {record.environment}, or none",
         )
 
     def holders(self, record: LayerRecord) -> int:
@@ -278,7 +278,7 @@ class PreparedLayers:
         record = self._records.get(LayerId(layer))
         if record is None or not self.may_see(record, uid):
             raise errors.NotFoundError(
-                f"cannot find layer {shown(layer)}: you have no layer of this id",
+                f"cannot find layer {shown(layer)}: you have no such layer",
                 hint="see `mirrord layer list`",
                 kind="layer",
             )

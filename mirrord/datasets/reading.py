@@ -87,7 +87,7 @@ def read_dataset(
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             raise DiskFullError(
                 f"cannot import dataset {shown(source)}: the disk is full",
-                hint="make room; nothing was changed",
+                hint="free some space; nothing was changed",
             ) from error
         fact = error.strerror or os.strerror(error.errno or errno.EIO)
         raise ResourceError(

@@ -106,7 +106,9 @@ class Restoration:
                 if first is None:
                     return restored, None
                 wanted, made = (f"{it.epoch}-{it.number}" for it in (newest, generation))
-                failure = f"cannot restore generation {wanted} of mirror {key}, but {made}"
+                failure = (
+                    f"cannot restore generation {wanted} of mirror {key}, restored {made} instead"
+                )
                 return restored, errors.StoreDamagedError(f"{failure}: {first.message}")
         assert first
         raise first

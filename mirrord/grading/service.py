@@ -244,7 +244,7 @@ class Grading:
         row = await self.datasets.find_instance(resolved.base.instance, resolved.base.dataset)
         if row is None:  # its dataset was removed or replaced since the checkout
             raise InstanceNotFoundError(
-                f"cannot grade instance {resolved.base.instance}: no dataset has it now",
+                f"cannot grade instance {resolved.base.instance}: no dataset records it any more",
                 hint="import its dataset again",
             )
         return row

@@ -185,9 +185,9 @@ class Owners:
             self._known[key] = await anyio.to_thread.run_sync(look_up)
         if key is None or (pair := self._known[key]) is None:
             raise AccessError(
-                f"cannot make a checkout for uid {owner}: you may not ask for that uid",
-                hint='administrators may ask for any; with [access] owners = "subuid" a member '
-                "may ask for the uids that /etc/subuid gives to it",
+                f"cannot make a checkout for uid {owner}: you may not name that uid",
+                hint='administrators may name any uid; with [access] owners = "subuid" a member '
+                "may name those that /etc/subuid gives to it",
                 owner=owner,
             )
         return pair

@@ -102,7 +102,7 @@ class Operations:
         if self.is_stopping:
             raise errors.StoppingError(
                 f"cannot start {kind} {subject}: the daemon is stopping",
-                hint="ask again in a moment",
+                hint="try again in a moment",
             )
         operation = Operation(
             id=secrets.token_hex(8), kind=kind, subject=subject, state="running",

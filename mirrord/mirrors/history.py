@@ -183,7 +183,7 @@ async def get_record(repository: Repository, wanted: str) -> RefRecord:
             case [record]:
                 return record
             case several:
-                fact = "several match" if several else "there is none"
+                fact = "several match" if several else "none matches"
                 raise NotFoundError(f"{failure}: {fact}", hint=hint)
     try:
         moment = datetime.fromisoformat(wanted)
@@ -197,7 +197,7 @@ async def get_record(repository: Repository, wanted: str) -> RefRecord:
     if before := [record for record in records if record.at <= moment]:
         return max(before, key=lambda record: record.at)
     first = f"the first one is of {records[-1].at:%Y-%m-%dT%H:%M:%SZ}" if records else ""
-    raise NotFoundError(f"{failure}: {first or 'there is none'}", hint=hint)
+    raise NotFoundError(f"{failure}: {first or 'none matches'}", hint=hint)
 
 
 async def columns_of(repository: Repository, record: str | None) -> dict[str, Any]:

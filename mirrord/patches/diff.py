@@ -193,7 +193,7 @@ def must_be_short(content: object) -> None:
 def _too_large() -> TooLargeError:
     return TooLargeError(
         f"cannot print the diff: it is larger than {PATCH_LIMIT_BYTES >> 20} MiB",
-        hint="remove large files, or let a .gitignore name them",
+        hint="remove large files, or add them to .gitignore",
     )
 
 

@@ -55,5 +55,5 @@ def with_objects(results: Results, trees: list[PointedTree], notes: list[str]) -
         if data is not None:
             done[path] = File(file.mode, data)
         elif file not in befores:
-            notes.append(f"{shown_path(path)} is a pointer of LFS, whose object is not had")
+            notes.append(f"{shown_path(path)} is an LFS pointer, whose object the mirror lacks")
     return done

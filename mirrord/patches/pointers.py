@@ -185,7 +185,7 @@ def _move(tree: Tree, objects: Objects, pointer: MovedSubmodule, moved: Moved) -
             data = objects.read_blob(after.oid)
             moved.results[change.path] = File(after.mode, data)
             if len(data) < POINTER_BYTES and parse_pointer(data):
-                fact = f"{shown_path(change.path)} is a pointer of LFS, whose object is not had"
+                fact = f"{shown_path(change.path)} is an LFS pointer, whose object the mirror lacks"
                 moved.notes.append(_said(path, fact))
 
 

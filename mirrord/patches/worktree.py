@@ -28,7 +28,7 @@ from .parse import EXECUTABLE, REGULAR, SYMLINK
 ATTRIBUTES = b".gitattributes"
 # of all changed files: a worker has them in memory at once
 BYTES_LIMIT = 512 * 1024**2
-SMALLER_HINT = "remove it, or let a .gitignore name it"
+SMALLER_HINT = "remove it, or add it to .gitignore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def denials_named(owner: Owner) -> Iterator[None]:
         path = shown_path(error.filename)
         raise errors.OwnerDeniedError(
             f"cannot use {path} in the checkout: its owner, uid {owner[0]}, may not",
-            hint="make it accessible to the owner, remove it, or let a .gitignore name it",
+            hint="make it accessible to the owner, remove it, or add it to .gitignore",
             path=quote_name(error.filename),
         ) from error
 

@@ -140,7 +140,7 @@ class StoreBuilder:
         if history is History.LINKED:
             raise InvalidRequestError(
                 "cannot seal a linked checkout: it shows the whole mirror",
-                hint="ask for sealed or squashed",
+                hint="use history sealed or squashed",
             )
         store = self.find(name, commit, history)
         self.hits += store is not None

@@ -391,7 +391,7 @@ class Manifest:
         if not data.startswith(_MAGIC) or hashlib.sha1(body).digest() != data[-_CHECKSUM_BYTES:]:
             raise ProofFailedError(
                 f"cannot read manifest {name}: it is damaged",
-                hint="release the checkout and ask for another",
+                hint="release the checkout and make another",
             )
         header_end = data.index(b"\n", len(_MAGIC))
         header = json.loads(data[len(_MAGIC) : header_end])

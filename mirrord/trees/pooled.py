@@ -185,7 +185,7 @@ def _converge(
     dirty = [*scanned.modified, *scanned.missing, *scanned.extra][:10]
     raise errors.ProofFailedError(
         f"cannot prove the checkout clean: a process still writes to it after {_ROUNDS} rounds",
-        hint="the checkout was removed; ask for another, and end its processes before a reset",
+        hint="the checkout was removed; make another, and end its processes before a reset",
         paths=[quote_name(path) for path in dirty],
     )
 

@@ -10,7 +10,7 @@ def must_prove(proof: Proof, *, head: str, tree: str) -> Proof:
         if wanted != seen:
             raise ProofFailedError(
                 f"cannot prove the checkout clean: {name} is {seen}, not {wanted}",
-                hint="the checkout was removed; ask for another",
+                hint="the checkout was removed; make another",
                 wanted=wanted,
                 seen=seen,
             )

@@ -103,7 +103,7 @@ def test_a_client_that_hangs_up_removes_no_volume_that_was_there(world: VolumeWo
         ({"instance": "o__r-99"}, "cannot find instance 'o__r-99'"),
         ({"instance": "o__r-0", "sise": "1", "owner": "x"}, "sise: Unexpected keyword"),
         ({"instance": "o__r-0", "ttl": "soon"}, "ttl: 'soon' is not a duration"),
-        ({"instance": "o__r-0", "what": "../leases"}, "what is one of tree, environment"),
+        ({"instance": "o__r-0", "what": "../leases"}, "`what` is one of tree, environment"),
         ({"instance": "o__r-0", "bind": "process"}, "cannot be bound to a process"),
         ({"instance": "o__r-0", "what": "environment"}, "its checkout has no environment"),
         ({"fork": "o__r-0", "owner": "1"}, "owner: Unexpected keyword"),

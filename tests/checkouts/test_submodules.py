@@ -212,7 +212,7 @@ def test_a_checkout_has_lfs_objects_in_place_of_pointers(
     checkout.reset()
     patch = run(tree, "echo new >big.bin; git mv pkg/é.bin moved.bin; git diff HEAD -M").encode()
     assert b"\n-oid sha256:" in patch
-    note = "'big.bin' is a pointer of LFS, whose object is not had"
+    note = "'big.bin' is an LFS pointer, whose object the mirror lacks"
     with Client(world.running.socket) as client:
         checkout.reset()
         assert client.apply_patch(checkout.id, patch).notes == [note]

@@ -196,7 +196,8 @@ def test_an_older_generation_is_restored_where_the_newest_is_damaged(
         assert ended.returncode == 8
         named = [f"{it.epoch}-{it.number}" for it in (newest, older)]
         assert (
-            f"cannot restore generation {named[0]} of mirror o__one, but {named[1]}" in ended.stderr
+            f"cannot restore generation {named[0]} of mirror o__one, restored {named[1]} instead"
+            in ended.stderr
         )
         result = json.loads(ended.stdout)
         assert [it["mirror"] for it in result["mirrors"]] == ["o__one", "o__two"]

@@ -202,7 +202,7 @@ class PoolBackend:
         raise errors.BackendUnavailableError(
             f"cannot attach checkout {lease.id}: it is a plain directory, not a mount",
             hint=f"bind {lease.directory} with rbind,rslave; where `mirrord doctor` finds"
-            " overlays, ask for the backend overlay",
+            " overlays, use the backend overlay",
         )
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
@@ -219,7 +219,7 @@ class PoolBackend:
             raise errors.BackendUnavailableError(
                 f"cannot show image {lease.base.environment}: the backend pool mounts nothing, and"
                 " a whole root file system is shown by mounts alone",
-                hint="ask for the backend overlay, or for no environment; `mirrord doctor` says"
+                hint="use the backend overlay, or for no environment; `mirrord doctor` says"
                 " what to ask the administrator for",
             )
 

@@ -102,11 +102,11 @@ class Leasing:
         if history is History.LINKED and (peer.uid != os.geteuid() or owner[0] != peer.uid):
             raise errors.AccessError(
                 "cannot link a checkout to the mirror: only the daemon's own user can read mirrors",
-                hint="ask for sealed or squashed",
+                hint="use history sealed or squashed",
             )
 
     def _foreign(self, owner: Owner) -> errors.AccessError:
-        reason, hint = "cannot give files away", "ask for a daemon that runs as root"
+        reason, hint = "cannot give files away", "use a daemon that runs as root"
         if home.is_inside():
             reason = "may give files to its subordinate uids alone"
             hint = "an administrator adds some to /etc/subuid and /etc/subgid (package uidmap)"
@@ -157,7 +157,7 @@ class Leasing:
             raise errors.InvalidRequestError(
                 f"cannot hold a checkout for {format_duration(length)}:"
                 f" {format_duration(longest)} is the longest",
-                hint="ask for less and renew, or raise access.ttl_max",
+                hint="use a shorter ttl and renew it, or raise access.ttl_max",
                 max_s=longest.total_seconds(),
             )
         return longest
@@ -232,7 +232,7 @@ class Leasing:
                 hint=_HOME_HINT
                 if home.is_inside()
                 else f"use --attach, mount {self._directory} there with propagation rslave, or"
-                " ask for the backend pool",
+                " use the backend pool",
             )
         if wanted is Backend.POOL or visible < Visible.MOUNTS:
             return [Backend.POOL]
@@ -288,7 +288,7 @@ class Leasing:
         if requested is ObjectSource.SHARED and not is_seen:
             raise errors.InvalidRequestError(
                 "cannot borrow the objects of a sealed store: the reader of the tree cannot see it",
-                hint="ask for private objects, or for a tree of the daemon's own user",
+                hint="use private objects, or name the daemon's own user",
             )
         if not is_seen or (wanted is ObjectSource.AUTO and self.has_overlay):
             return ObjectSource.PRIVATE

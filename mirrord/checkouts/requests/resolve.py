@@ -155,8 +155,8 @@ class Resolver:
                 raise errors.CommitUnservableError(
                     f"cannot show {named} with history {asked}:"
                     " upstream is shallow, and lacks the parents of this commit",
-                    hint="ask for squashed; or run `git fetch --unshallow` upstream and sync the"
-                    " mirror",
+                    hint="use history squashed, or run `git fetch --unshallow` upstream and sync"
+                    " the mirror",
                     commit=resolved.base.commit,
                 )
             return History.SQUASHED
@@ -170,7 +170,7 @@ class Resolver:
         raise errors.AccessError(
             f"cannot show an agent {named} with history {asked}:"
             f" its dataset allows {limit}, because the past of this commit reveals the answer",
-            hint=f"ask for {limit}, or leave the history out; the grader view has no limit",
+            hint=f"use history {limit}, or leave it out; the grader view has no limit",
         )
 
     async def find_base(self, instance: str, dataset: str | None) -> CommitId | None:
@@ -210,7 +210,7 @@ class Resolver:
             raise errors.InvalidRequestError(
                 f"cannot reset to {shown(request.instance)}: it belongs to {resolved.mirror},"
                 f" the checkout to {lease.mirror}",
-                hint="release this checkout and ask for another",
+                hint="release this checkout and make another",
             )
         return resolved
 

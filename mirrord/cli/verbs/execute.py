@@ -184,7 +184,7 @@ class _Run:
     def __init__(self, command: list[str], options: SandboxOptions) -> None:
         boxed = ("isolation", "workdir", "entrypoint")
         if options.keep_access and (named := [name for name in boxed if getattr(options, name)]):
-            fact = f"cannot use --{named[0]} with --keep-access: it is of a sandbox"
+            fact = f"cannot use --{named[0]} with --keep-access: it applies to sandboxes only"
             raise errors.UsageError(fact, hint="name one of them")
         self._given, self._options = command, options
         self._timeout = read_duration(options.timeout, "--timeout")

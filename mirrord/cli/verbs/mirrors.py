@@ -275,7 +275,7 @@ def restore_mirrors(
     names: Annotated[
         list[str] | None, Argument("Mirrors; default: all.", "[NAME]...", "mirror")
     ] = None,
-    from_store: Annotated[bool, Option("From [store] url; the only source there is.")] = False,
+    from_store: Annotated[bool, Option("From [store] url, the only source.")] = False,
     no_wait: NoWait = False,
 ) -> None:
     """Restores mirrors, pins and rows. Existing data stays, and the restored mirrors are audited. A

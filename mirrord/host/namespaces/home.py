@@ -91,7 +91,8 @@ def enter_existing(state_dir: Path) -> None:
         process = find(state_dir)
     except OSError as error:
         raise NotFoundError(
-            f"cannot enter the home of {state_dir}: {error.strerror}", hint="be the daemon's user"
+            f"cannot enter the home of {state_dir}: {error.strerror}",
+            hint="run it as the daemon's user",
         ) from error
     if process is None:
         raise NotFoundError(
