@@ -214,7 +214,7 @@ class EnvironmentStore:
 
 def not_found(name: str) -> NotFoundError:
     return NotFoundError(
-        f"cannot find environment {shown(name)}: none of that name is built",
+        f"cannot find environment {shown(name)}: no environment of that name is built",
         hint="see `mirrord environment list`; `mirrord environment build` builds one",
         kind="environment",
     )

@@ -38,7 +38,7 @@ def read_parsers(path: Path) -> dict[str, Parser]:
     }  # fmt: skip
     if not parsers:
         raise UsageError(
-            f"cannot read the parsers of {path}: it has none",
+            f"cannot read the parsers of {path}: it has no parser",
             hint="parsers are functions `parse_NAME(log)` that return a status for each test",
         )
     return parsers

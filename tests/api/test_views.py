@@ -533,7 +533,7 @@ def test_agents_see_no_more_of_the_past_than_a_dataset_allows(world: World, data
                 assert [code for code, _ in made] == [201, 201, 403]
                 assert {each["history"] for _, each in made[:2]} == {"squashed"}
                 assert "its dataset allows squashed" in made[2][1]["detail"]
-                assert "ask for squashed" in made[2][1]["hint"]
+                assert "use history squashed" in made[2][1]["hint"]
         sealed = client.checkout(f"{name}{bugged.fix.gold}")
         with pytest.raises(AccessError, match="allows squashed"):
             sealed.reset(bugged.id)

@@ -199,7 +199,7 @@ def test_a_removed_environment_frees_its_files_and_its_recipe(house: tuple[Daemo
     assert large()
     with Client(running.socket) as client:
         client.remove_environment("gone")
-        with pytest.raises(NotFoundError, match="none of that name is built"):
+        with pytest.raises(NotFoundError, match="no environment of that name is built"):
             client.build_environments("gone")
     assert not large()
 
