@@ -424,7 +424,7 @@ def test_parsers_of_a_file_come_first_and_their_bugs_are_errors(tmp_path: Path) 
         ("x = ", "SyntaxError"),
         ("import absent_module", "No module named"),
         ("NAME_TO_PARSER = 1", "its NAME_TO_PARSER is no mapping"),
-        ("parse_log_x = 1\nx = len", "it has none"),
+        ("parse_log_x = 1\nx = len", "it has no parser"),
     ],
 )
 def test_a_file_without_parsers_is_refused(tmp_path: Path, text: str | None, fact: str) -> None:
