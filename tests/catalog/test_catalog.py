@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -36,6 +37,7 @@ from mirrord.catalog import (
     encode_row,
 )
 from mirrord.catalog.database import MIGRATIONS, Database, migrate, read_revision
+from mirrord.catalog.datasets import find_instances
 from mirrord.catalog.schema import HEAD, metadata
 from mirrord.errors import (
     ConflictError,
@@ -526,6 +528,23 @@ def test_the_newest_audits_are_kept(using: Any) -> None:
         assert len(await catalog.list_audits(limit=1000)) == 200
 
     using(work)
+
+
+def test_statements_for_lists_of_all_lengths_are_not_kept(tmp_path: Path) -> None:
+    """As many after 200 as after 100."""
+
+    def count() -> int:
+        return sum(type(each).__qualname__ == "Statement" for each in gc.get_objects())
+
+    before, counts = count(), []
+    with closing(Database(tmp_path / "catalog.sqlite3")) as database:
+        migrate(str(tmp_path / "catalog.sqlite3"))
+        for number in range(1, 201):
+            with database.read() as connection:
+                list(find_instances(connection, "none", ["x"] * number))
+            if number % 100 == 0:
+                counts.append(count() - before)
+    assert 0 < counts[1] <= counts[0] < 50
 
 
 def test_the_newest_receipts_are_kept_and_push_out_no_report(using: Any) -> None:
