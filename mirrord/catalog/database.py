@@ -61,8 +61,8 @@ _PRAGMAS = {
     Mode.FROZEN: ("foreign_keys = ON",),
 }
 _BUSY_TIMEOUT_S = 60  # the longest write is a dataset of some 100,000 rows
-# of each connection, instead of the driver's 128. A list of ids is another statement for each of its
-# lengths, of 3 to 113 KiB: a daemon held 452 of them, 40 KiB each, after an hour of imports
+# of each connection, instead of the driver's 128. A list of ids is another statement for each of
+# its lengths, of 3 to 113 KiB: a daemon held 452 of them, 40 KiB each, after some imports
 _CACHED_STATEMENTS = 16
 _NO_ROOM = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 _NO_ROOM |= {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL}

@@ -11,9 +11,22 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
-from sqlalchemy import Connection, RowMapping, and_, distinct, exists, func, or_, select
+from sqlalchemy import (
+    Connection,
+    RowMapping,
+    Text,
+    and_,
+    cast,
+    distinct,
+    exists,
+    func,
+    literal,
+    or_,
+    select,
+)
 
 from ..errors import InstanceAmbiguousError
+from ..jsontext import dumps
 from ..model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName, shown
 from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, UnpinnedCommit
 from .changes import note_changes
@@ -228,16 +241,17 @@ def find_instance(
     """Find an instance of one dataset, or of any, by its id or public id.
 
     Of several datasets with the same instance, the first imported one is taken. Raises
-    InstanceAmbiguousError if they differ in repository or base commit.
+    InstanceAmbiguousError if they differ in repository, base commit or tests: then a checkout and
+    its grade would be another.
     """
     has_id = or_(instances.c.id == identity, instances.c.public_id == identity)
     query = _select_instances(dataset).where(has_id).order_by(instances.c.dataset_id)
     rows = connection.execute(query).mappings().all()
-    if len({(row["mirror_name"].lower(), row["base_commit"]) for row in rows}) > 1:
+    if len({_recorded_as(row) for row in rows}) > 1:
         names = [row["dataset"] for row in rows]
         raise InstanceAmbiguousError(
-            f"cannot choose instance {shown(identity)}: {len(names)} datasets record it with"
-            " different repositories or base commits",
+            f"cannot choose instance {shown(identity)}: {' and '.join(names[:5])} record it with"
+            " different repositories, base commits or tests",
             hint=f"name the dataset: --dataset {names[0]}",
             instance=identity,
             datasets=names,
@@ -245,12 +259,26 @@ def find_instance(
     return next(_read_instances(connection, rows[:1]), None)
 
 
+# as JSON, which PostgreSQL compares as text alone
+_TESTS = ("fail_to_pass", "pass_to_pass", "install_config")
+
+
+def _recorded_as(row: RowMapping) -> tuple[object, ...]:
+    """Return what two datasets must record alike to be asked for by the id alone."""
+    place = row["mirror_name"].lower(), row["base_commit"]
+    return *place, row["test_patch"] or b"", *(dumps(row[name]) for name in _TESTS)
+
+
 def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstance]:
-    """List instances of a dataset whose repository or base commit differs in another dataset."""
+    """List instances of a dataset that another dataset does not record alike."""
     other, other_dataset = instances.alias(), datasets.alias()
+    places = [(func.lower(it.c.mirror_name), it.c.base_commit) for it in (instances, other)]
+    patches = [func.coalesce(it.c.test_patch, literal(b"")) for it in (instances, other)]
+    tests = [[cast(it.c[name], Text) for name in _TESTS] for it in (instances, other)]
     differs = or_(
-        func.lower(instances.c.mirror_name) != func.lower(other.c.mirror_name),
-        instances.c.base_commit != other.c.base_commit,
+        *(one != another for one, another in zip(*places, strict=True)),
+        patches[0] != patches[1],
+        *(one.is_distinct_from(another) for one, another in zip(*tests, strict=True)),
     )
     has_same_id = and_(other.c.id == instances.c.id, other.c.dataset_id != instances.c.dataset_id)
     query = (

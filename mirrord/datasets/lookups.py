@@ -105,7 +105,7 @@ class Lookups:
         """Find an instance by its exact id, cached.
 
         Of several datasets with the same instance, the first imported one is taken. Raises
-        InstanceAmbiguousError if they differ in repository or base commit.
+        InstanceAmbiguousError if they differ in repository, base commit or tests.
         """
         row = await self._instances.find((identity, dataset))
         if row is not None:  # a checkout of it asks by this name, also while the catalog is away

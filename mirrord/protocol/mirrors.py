@@ -258,7 +258,7 @@ class DatasetDiff(Answer):
 
 
 class AmbiguousInstance(Answer):
-    """An instance id that `datasets` record with different repositories or base commits."""
+    """An instance id that `datasets` record with different repositories, base commits or tests."""
 
     id: str
     datasets: list[str]

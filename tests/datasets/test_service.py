@@ -887,6 +887,36 @@ def test_pins_outlive_the_catalog_until_their_dataset_is_there_again(
 # -- one id in several datasets --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("members", "is_another"),
+    [
+        ({"FAIL_TO_PASS": '["test_other"]'}, True),
+        ({"test_patch": ""}, True),
+        ({"install_config": {"test_cmd": "tox", "log_parser": "pytest"}}, True),
+        ({"patch": "", "problem_statement": "another", "hints_text": "more"}, False),
+    ],
+)
+def test_an_id_with_other_tests_in_another_dataset_asks_for_its_dataset(
+    house: Builder, upstream: Upstream, members: dict[str, Any], is_another: bool
+) -> None:
+    """Else the tests of the dataset that came first would grade it."""
+    base = upstream.history(1)[0]
+
+    async def body(it: House) -> None:
+        await it.take([row("a", base)], name="lite")
+        told = await it.take([row("a", base, **members)], name="other")
+        assert told["ambiguous_count"] == is_another
+        if not is_another:
+            assert (await it.datasets.instance("a", grader=True)).dataset == "lite"
+            return
+        with pytest.raises(InstanceAmbiguousError, match="lite and other record it") as refused:
+            await it.datasets.instance("a", grader=True)
+        assert refused.value.facts["datasets"] == ["lite", "other"]
+        assert (await it.datasets.instance("a", grader=True, dataset="other")).dataset == "other"
+
+    house.run(body)
+
+
 def test_an_id_that_two_datasets_record_differently_is_told_and_asks_for_its_dataset(
     house: Builder, upstream: Upstream
 ) -> None:

@@ -133,7 +133,7 @@ def _warnings(imported: DatasetImported) -> Iterator[str]:
         yield f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}"
     for instance in imported.ambiguous:
         others = ", ".join(name for name in instance.datasets if name != dataset.name)
-        fact = f"{others} records another repository or base commit"
+        fact = f"{others} records another repository, base commit or tests"
         yield f"{instance.id}: {fact}; check it out with --dataset"
     if more := imported.ambiguous_count - len(imported.ambiguous):
         yield f"{more} more instances are recorded differently by other datasets"
