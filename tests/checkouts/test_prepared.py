@@ -621,7 +621,9 @@ def test_the_layer_of_an_environment_comes_without_asking(
     assert (moved.layer, moved.environment) == (None, f"flask-2.0@{environment[:12]}")
 
 
-def test_what_cannot_have_an_environment_says_so(service: Service, environment: str) -> None:
+def test_what_cannot_have_an_environment_says_so(
+    service: Service, environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("absent", "flask-2.0@ffff"):
         with pytest.raises(errors.NotFoundError):
             start(service, environment=name)
@@ -632,8 +634,14 @@ def test_what_cannot_have_an_environment_says_so(service: Service, environment: 
     with pytest.raises(errors.BackendUnavailableError, match="the backend pool mounts nothing"):
         start(service, Backend.POOL, environment="image")
     pooled = start(service, Backend.POOL)
-    with pytest.raises(errors.BackendUnavailableError):
+    with pytest.raises(errors.BackendUnavailableError) as refused:
         pooled.reset(environment="image")
+    assert "`mirrord doctor`" in (refused.value.hint or "")
+    # where an ordinary user's daemon mounts, a client outside of the home gets a pool tree
+    monkeypatch.setattr("mirrord.host.namespaces.home.is_inside", lambda: True)
+    with pytest.raises(errors.BackendUnavailableError) as refused:
+        pooled.reset(environment="image")
+    assert "`mirrord enter` before the whole harness" in (refused.value.hint or "")
     assert pooled.diff() == b""
     until(lambda: not service.environments.held[NEWER])  # its scan has ended
 

@@ -24,6 +24,7 @@ from ... import errors
 from ...changes.pieces import CopyRule, Taken
 from ...changes.survey import PoolTree, copy_pool, pool_changes
 from ...host.mount_tables import Visible, visible_to
+from ...host.namespaces import home
 from ...host.overlays import ENVIRONMENT
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, History, LayerId, MirrorName, Target
@@ -219,7 +220,9 @@ class PoolBackend:
             raise errors.BackendUnavailableError(
                 f"cannot show image {lease.base.environment}: the backend pool mounts nothing, and"
                 " a whole root file system is shown by mounts alone",
-                hint="use the backend overlay, or for no environment; `mirrord doctor` says"
+                hint=f"use the backend overlay; {home.SEEN_BY}"
+                if home.is_inside()
+                else "use the backend overlay, or no environment; `mirrord doctor` says"
                 " what to ask the administrator for",
             )
 

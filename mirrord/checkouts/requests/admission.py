@@ -35,11 +35,6 @@ from ..lifecycle import Expiry, Lifecycle
 from .quotas import Quotas
 from .resolve import Naming
 
-_HOME_HINT = (
-    "this daemon mounts in a namespace of its own: use `mirrord exec`, in Python sandbox=True,"
-    " `mirrord enter` before the whole harness, or for a tree alone the backend pool"
-)
-
 
 class Admitted(NamedTuple):
     """What a peer may check out, and the backends to try, the preferred first."""
@@ -229,7 +224,7 @@ class Leasing:
             raise errors.BackendUnavailableError(
                 f"cannot make a checkout: the mount namespace of the asking process {fact}"
                 f" {where}{self._directory}",
-                hint=_HOME_HINT
+                hint=f"{home.SEEN_BY}; for a tree alone ask for the backend pool"
                 if home.is_inside()
                 else f"use --attach, mount {self._directory} there with propagation rslave, or"
                 " use the backend pool",

@@ -27,6 +27,13 @@ refusals: list[str] = []
 _holders: list[int] = []  # the pidfd of the holder whose home this process has entered
 
 
+SEEN_BY = (
+    "this daemon mounts in a namespace of its own: use `mirrord exec`, in Python sandbox=True, or"
+    " `mirrord enter` before the whole harness"
+)
+"""The hint for a client that does not see the mounts of a home."""
+
+
 def is_inside() -> bool:
     """Return whether this process has entered a home."""
     return bool(_holders)
