@@ -85,7 +85,7 @@ _UPSTREAM_RULES = (
     ),
     _UpstreamRule(
         {429},
-        r"returned error: 429|too many requests|\brate limit\b",
+        r"returned error: 429|too many requests|\brate limit\b|abuse detection",
         errors.UpstreamThrottledError,
         "the next sync waits that long; fewer mirrors per host, or credentials, raise the limit",
     ),
@@ -174,8 +174,10 @@ _NO_REPOSITORY = re.compile(r"^fatal: not a git repository: ", re.MULTILINE)
 # why, in a line of its own.
 _BROKEN_TRANSFER = re.compile(
     r"bad pack header|bad band|bad line length|pack signature mismatch|pack is corrupted"
-    r"|pack has bad object|pack has \d+ unresolved|inflate|unknown object type",
-    re.IGNORECASE,
+    r"|pack has bad object|pack has \d+ unresolved|inflate|unknown object type"
+    # an answer that ended before its first section, or lost one (protocol v2)
+    r"|expected '[a-z-]+'(?:$|, received)|error processing acks|unexpected acknowledgment",
+    re.IGNORECASE | re.MULTILINE,
 )
 # Less arrived than HTTP announced. What git then says of objects is of lines that broke off: half
 # an `ACK` names an object that nobody has.
@@ -216,6 +218,7 @@ class HttpAnswer(NamedTuple):
     status: int = 0
     retry_after: str | None = None
     content_type: str | None = None
+    remaining: str | None = None  # requests that a rate limit leaves
 
     @property
     def is_garbage(self) -> bool:
@@ -290,6 +293,8 @@ class StderrReader:
             self.http = HttpAnswer(int(status[1]))
         elif name.strip().lower() == "retry-after":
             self.http = self.http._replace(retry_after=value.strip())
+        elif name.strip().lower() in {"x-ratelimit-remaining", "ratelimit-remaining"}:
+            self.http = self.http._replace(remaining=value.strip())
         elif name.strip().lower() == "content-type":
             self.http = self.http._replace(content_type=value.strip().lower())
 
@@ -356,9 +361,9 @@ def _upstream_failure(
     if re.search(_DISK_FULL.pattern, stderr, re.IGNORECASE):
         return _DISK_FULL.error(f"cannot {doing}: {fact}", hint=_DISK_FULL.hint, **fields)
     for rule in _UPSTREAM_RULES:
-        # GitHub's secondary rate limit is a 403, which is otherwise a matter of credentials
+        # GitHub's rate limits are a 403, which is otherwise a matter of credentials
         asks_to_wait = rule.error is errors.UpstreamThrottledError and (
-            http.status in {403, 503} and http.retry_after
+            http.status in {403, 503} and (http.retry_after or http.remaining == "0")
         )
         is_named = re.search(rule.pattern, stderr, re.IGNORECASE)
         if asks_to_wait or http.status in rule.statuses or is_named:

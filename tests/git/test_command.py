@@ -416,6 +416,7 @@ def test_a_url_in_the_process_list_has_no_secret(
         ("error: RPC failed; curl 92 HTTP/2 stream 5 was not closed cleanly: CANCEL (err 8)\nfatal: early EOF\n", "upstream-unavailable"),
         ("fatal: unable to access 'https://h/x/': Could not resolve host: h\n", "upstream-unavailable"),
         ("ssh: connect to host h port 22: Connection refused\nfatal: Could not read from remote repository.\n", "upstream-unavailable"),
+        ("remote: You have triggered an abuse detection mechanism.\nfatal: unable to access 'https://h/x/': The requested URL returned error: 403\n", "upstream-throttled"),
         ("remote: You have exceeded a secondary rate limit.\nfatal: unable to access 'https://h/x/': The requested URL returned error: 403\n", "upstream-throttled"),
         ("remote: Repository unavailable due to DMCA takedown.\nfatal: unable to access 'https://h/x/': The requested URL returned error: 403\n", "upstream-not-found"),
         ("fatal: unable to access 'https://h/github/dmca/': The requested URL returned error: 403\n", "upstream-auth"),

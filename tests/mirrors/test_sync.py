@@ -327,9 +327,11 @@ def test_a_connection_that_breaks_once_is_no_fault_of_the_only_new_object(site: 
         assert site.refs()["refs/heads/main"] == new
 
 
-@pytest.mark.parametrize(("cuts", "garbles"), [(1, 0), (9, 0), (0, 6), (2, 2)])
+@pytest.mark.parametrize(
+    ("cuts", "garbles", "empties"), [(1, 0, 0), (9, 0, 0), (0, 6, 0), (2, 2, 0), (0, 0, 2)]
+)
 def test_a_line_that_breaks_now_and_then_makes_no_ref_a_fault(
-    site: Site, cuts: int, garbles: int
+    site: Site, cuts: int, garbles: int, empties: int
 ) -> None:
     """What was asked for when it broke is asked for again, in parts, until the line holds."""
     for n in range(8):
@@ -337,14 +339,15 @@ def test_a_line_that_breaks_now_and_then_makes_no_ref_a_fault(
         site.upstream.commit({"a": f"{n}\n" * 50})
     site.upstream.git("checkout", "--quiet", "main")
     with serving(site.upstream.path.parent) as forge:
-        forge.packs_cut, forge.packs_garbled = cuts, garbles
+        forge.packs_cut, forge.packs_garbled, forge.packs_emptied = cuts, garbles, empties
         url = f"{forge.url}/{site.upstream.path.name}/.git"
         result = site.sync(url=url)
-        assert (forge.packs_cut, forge.packs_garbled, result.faults) == (0, 0, [])
+        assert (forge.packs_cut, forge.packs_garbled, forge.packs_emptied) == (0, 0, 0)
+        assert result.faults == []
         assert site.refs()["refs/heads/main"] == site.upstream.git("rev-parse", "main")
         # one new commit, that nothing else tells apart from a damaged one
         new = site.upstream.commit({"new": "1"})
-        forge.packs_cut, forge.packs_garbled = cuts, min(garbles, 3)
+        forge.packs_cut, forge.packs_garbled, forge.packs_emptied = cuts, min(garbles, 3), empties
         assert site.sync(url=url).faults == []
     assert site.refs()["refs/heads/main"] == new
 

@@ -36,6 +36,7 @@ class Forge:
         self.delay_s = 0.0
         self.packs_cut = 0  # so many answers with a pack lose their second half
         self.packs_garbled = 0  # so many others have three bytes changed
+        self.packs_emptied = 0  # so many others come without a byte
         self.speaks_v2 = True
         self.sent_bytes = 0
         self.requests: list[str] = []
@@ -111,6 +112,9 @@ class Forge:
         if self.packs_cut and b"packfile\n" in content:
             self.packs_cut -= 1
             content = content[: len(content) // 2]
+        elif self.packs_emptied and b"packfile\n" in content:
+            self.packs_emptied -= 1
+            content = b""
         elif self.packs_garbled and b"packfile\n" in content:
             self.packs_garbled -= 1
             start = content.index(b"PACK") + 16
