@@ -261,6 +261,8 @@ def test_what_of_the_host_is_shown_is_named(world: World, tmp_path: Path) -> Non
     beside = mirrord(world, *common, *options, "--", str(shown / "agent"))
     assert beside.stdout == "data\na b \nagent\ndata\n"
     assert mirrord(world, *common, "--variable", "UNSET", "--", "true").returncode == 2
+    absent = mirrord(world, *common, "--show", str(shown / "absent"), "--", "true")
+    assert (absent.returncode, "no such path" in absent.stderr) == (4, True)
     missing = mirrord(world, *common, "--", "no-such-command")
     assert (missing.returncode, "no-such-command: not found" in missing.stderr) == (127, True)
 

@@ -189,7 +189,7 @@ class _Run:
         self._given, self._options = command, options
         self._timeout = read_duration(options.timeout, "--timeout")
         self._limits = _read_limits(options.memory, options.processes)
-        self._shown_paths = [Path(path).absolute() for path in options.show or ()]
+        self._shown_paths = list(map(_find_shown, options.show or ()))
         self._variables = dict(map(_read_variable, options.variable or ()))
         self._workdir = choose_workdir(options.workdir)
 
@@ -280,11 +280,21 @@ class _Run:
         return [program, *rest], [*self._shown_paths, Path(program)]
 
 
+def _find_shown(text: str) -> Path:
+    path = Path(text).absolute()
+    if not path.exists():
+        hint = "name a path of this host that you may read"
+        raise errors.PathNotFoundError(f"cannot show {shown(text)}: no such path", hint=hint)
+    return path
+
+
 def _read_variable(text: str) -> tuple[str, str]:
     name, is_set, value = text.partition("=")
     if not name or not (is_set or name in os.environ):
-        hint = "use --variable NAME=VALUE"
-        raise errors.UsageError(f"cannot pass variable {shown(text)}: it is not set", hint=hint)
+        fact = "it is not set" if name else "it has no name"
+        raise errors.UsageError(
+            f"cannot pass variable {shown(text)}: {fact}", hint="use --variable NAME=VALUE"
+        )
     return name, value if is_set else os.environ[name]
 
 
