@@ -55,7 +55,7 @@ def test_what_was_asked_for_lately_or_is_not_there_is_left_alone(
         return row
 
     catalog = SimpleNamespace(find_mirror=find_mirror)
-    mirrors = SimpleNamespace(catalog=catalog, settings=Settings)
+    mirrors = SimpleNamespace(catalog=catalog, settings=Settings, is_syncing=lambda _: False)
     work: Any = SimpleNamespace(mirrors=mirrors, sync=asked.append)
     nothing: Any = None
     timetable = Quiet(at, nothing, work, nothing, nothing, nothing)
