@@ -30,6 +30,7 @@ def pytest_configure() -> None:
     # Parts of a daemon in this process have a worker for each test, which would import them all.
     FORK_SERVER.preload = (
         "mirrord.audit.examine",
+        "mirrord.changes.pools",
         "mirrord.changes.survey",
         "mirrord.datasets.reading",
         "mirrord.environments.leaks",

@@ -28,6 +28,7 @@ os.umask(0o022)  # as git expects for a checkout's files; private files set thei
 # it loads these modules on another processor while the daemon loads
 FORK_SERVER.preload = (
     "mirrord.templates.layers",
+    "mirrord.changes.pools",
     "mirrord.changes.survey",
     "mirrord.mirrors.survey",
     "mirrord.patches.diff",

@@ -28,7 +28,7 @@ from ..quoting import decode_name, encode_name
 from ..workers.pool import Workers
 from .loading import Loaded, compare
 from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, book_of, prepare
-from .rules import ACTIONS, Drop, finding, in_order, must_not_refuse
+from .sifting import ACTIONS, Drop, finding, in_order, must_not_refuse
 
 # each drop may reveal another path, and a round costs about half a second
 _ROUNDS = 10

@@ -41,7 +41,8 @@ from ..trees.layer import LayerFile, write_layer
 from ..trees.manifest import blob_id
 from ..trees.reader import TreeReader, parents
 from .context import Context, InstanceTests, imports_of
-from .rules import Drop, Policies, Rule, RuleBook, cut, finding, iter_findings, sift
+from .rules import Rule, RuleBook
+from .sifting import Drop, Policies, cut, finding, iter_findings, sift
 
 
 @dataclass(frozen=True, slots=True)

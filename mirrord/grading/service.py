@@ -32,8 +32,9 @@ from ..telemetry import elapsed_s
 from ..workers.pool import Workers
 from .judging import Judge, Judged
 from .prepare import AgentTree, DiffOrder, GradeJob, ModelPatch
-from .rules import Policies, own_rule, runner_rule
+from .rules import own_rule, runner_rule
 from .runners import files_of
+from .sifting import Policies
 from .trust import split
 
 C = TypeVar("C", Policy, SteeringKind)

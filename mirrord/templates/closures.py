@@ -21,7 +21,8 @@ from cachetools import LRUCache
 from .. import errors
 from ..git.batch import object_info
 from ..git.command import Git, lines_of
-from ..git.objects.repository import pack_increment, resolve
+from ..git.objects.increments import pack_increment
+from ..git.objects.repository import resolve
 from ..git.packs import has_both_ends
 from ..host.files import read_plain
 from ..host.trash import Trash

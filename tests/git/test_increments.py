@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gitrepos import git
 
-from mirrord.git.objects.repository import pack_increment
+from mirrord.git.objects.increments import pack_increment
 from mirrord.git.packs import PackIndex
 
 _NAMES = ("a", "b", "d/a", "d/b", "d/e/a", "d/e/b", "f/a")

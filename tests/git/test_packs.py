@@ -9,7 +9,7 @@ import pytest
 from gitrepos import git
 
 from mirrord.errors import CorruptObjectError
-from mirrord.git.objects.repository import check_packs
+from mirrord.git.objects.increments import check_packs
 from mirrord.git.packs import PackIndex
 from mirrord.git.packwriter import write_pack
 

@@ -16,7 +16,8 @@ from mirrord.git.objects.repository import Objects, open_objects
 from mirrord.git.objects.trees import BaseTree
 from mirrord.grading.conditions import CONDITIONS, differing_part
 from mirrord.grading.context import Context, InstanceTests, is_test
-from mirrord.grading.rules import RULES, Policies, RuleBook, Sifted, own_rule, runner_rule, sift
+from mirrord.grading.rules import RULES, RuleBook, own_rule, runner_rule
+from mirrord.grading.sifting import Policies, Sifted, sift
 from mirrord.model import Policy, SteeringKind
 from mirrord.patches.fit import Change
 

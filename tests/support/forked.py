@@ -32,6 +32,7 @@ _FORK_SERVER = "mirrord.workers.forkserver"
 _LOADED = (
     "anyio._backends._asyncio",  # with the first event loop else
     f"{_MODULE}.main",
+    "mirrord.changes.pools",
     "mirrord.changes.survey",
     "mirrord.grading.prepare",
     "mirrord.patches.diff",

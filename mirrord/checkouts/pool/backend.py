@@ -22,7 +22,7 @@ import anyio.to_thread
 
 from ... import errors
 from ...changes.pieces import CopyRule, Taken
-from ...changes.survey import PoolTree, copy_pool, pool_changes
+from ...changes.pools import PoolTree, copy_pool, pool_changes
 from ...host.mount_tables import Visible, visible_to
 from ...host.namespaces import home
 from ...host.overlays import ENVIRONMENT

@@ -3,11 +3,9 @@
 import hashlib
 import os
 import re
-import tempfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache
 from itertools import repeat, takewhile
 from operator import attrgetter
 from pathlib import Path
@@ -25,8 +23,6 @@ from .. import WITHOUT_PARENTS
 from ..command import run_git_sync
 from ..configuration import UNTRUSTING
 from ..modules import modules_blemishes
-from ..packs import PackIndex
-from ..packwriter import Packed, write_pack
 from ..special import must_be_plain
 
 # An open repository keeps packs mapped and trees cached: 50 of them used 1.5 GB.
@@ -62,18 +58,18 @@ class Objects:
     def read(self, oid: str | bytes, kind: ObjectType) -> bytes:
         """Raises CorruptObjectError if the object is absent, damaged or of another kind."""
         try:
-            actual, data = self._read_verified(_oid(oid))
+            actual, data = self._read_verified(as_oid(oid))
         except KeyError as error:
-            raise _corrupt(oid, error) from error
+            raise corrupt_object(oid, error) from error
         except (pygit2.GitError, ValueError) as error:
             if "out of memory" in str(error).lower():  # libgit2's message when malloc fails
                 raise MemoryError from error
             if (copy := self._read_copy(oid, kind)) is None:
-                raise _corrupt(oid, error) from error
+                raise corrupt_object(oid, error) from error
             return copy
         if actual != kind:
             wrong = f"it is a {ObjectType(actual).name.lower()}, not a {kind.name.lower()}"
-            raise _corrupt(oid, wrong)
+            raise corrupt_object(oid, wrong)
         return data
 
     def _read_verified(self, oid: pygit2.Oid) -> tuple[int, bytes]:
@@ -107,7 +103,7 @@ class Objects:
 
     def _read_copy(self, oid: str | bytes, kind: ObjectType) -> bytes | None:
         """Read by git an object of which libgit2 (1.9) tried a damaged copy alone; verified."""
-        name, word = str(_oid(oid)), kind.name.lower()
+        name, word = str(as_oid(oid)), kind.name.lower()
         try:
             data = run_git_sync(*UNTRUSTING, "cat-file", word, name, git_dir=self.git_dir).stdout
         except (CorruptObjectError, DamagedMirrorError, GitFailedError):
@@ -127,9 +123,9 @@ class Objects:
     def blob_size(self, oid: str | bytes) -> int:
         """Read the size from the object's header, without inflating the object."""
         try:
-            return self.repository.odb.read_header(_oid(oid))[1]
+            return self.repository.odb.read_header(as_oid(oid))[1]
         except KeyError as error:
-            raise _corrupt(oid, error) from error
+            raise corrupt_object(oid, error) from error
         except (pygit2.GitError, ValueError):
             return len(self.read_blob(oid))
 
@@ -137,11 +133,11 @@ class Objects:
         self.repository.free()
 
 
-def _oid(oid: str | bytes) -> pygit2.Oid:
+def as_oid(oid: str | bytes) -> pygit2.Oid:
     return pygit2.Oid(raw=oid) if isinstance(oid, bytes) else pygit2.Oid(hex=oid)
 
 
-def _corrupt(oid: str | bytes, fact: str | Exception) -> CorruptObjectError:
+def corrupt_object(oid: str | bytes, fact: str | Exception) -> CorruptObjectError:
     name = oid.hex() if isinstance(oid, bytes) else oid
     if isinstance(fact, Exception):
         fact = "it is absent" if isinstance(fact, KeyError) else "it is damaged"
@@ -304,7 +300,9 @@ def describe(git_dir: Path) -> str | None:
 
 def _first_parents(objects: Objects, commit: str, limit: int) -> list[CommitId]:
     chain = [bytes.fromhex(commit)]
-    while len(chain) < limit and (parents := _links(objects.read(chain[-1], ObjectType.COMMIT))[1]):
+    while len(chain) < limit and (
+        parents := links_of(objects.read(chain[-1], ObjectType.COMMIT))[1]
+    ):
         chain.append(parents[0])
     return [CommitId(oid.hex()) for oid in chain]
 
@@ -334,7 +332,7 @@ def read_commit(objects: Objects, commitish: str) -> CommitInfo:
         count = int(digits[:9] or 1)  # no history is as long
         # ^0 is the commit itself
         for number in repeat(0, count) if sign == "~" else range(count - 1, count or -1):
-            parents = _links(objects.read(commit, ObjectType.COMMIT))[1]
+            parents = links_of(objects.read(commit, ObjectType.COMMIT))[1]
             if number >= len(parents):
                 raise _not_found(commitish, "its history does not go back that far")
             commit = parents[number].hex()
@@ -342,7 +340,7 @@ def read_commit(objects: Objects, commitish: str) -> CommitInfo:
 
 
 def _info(commit: str, data: bytes) -> CommitInfo:
-    tree, parents = _links(data)
+    tree, parents = links_of(data)
     head = data.partition(b"\n\n")[0]
     time, replaces = _TIME.search(head), _REPLACES.search(head)
     ids = tuple(CommitId(parent.hex()) for parent in parents)
@@ -407,90 +405,11 @@ def _not_found(
     )
 
 
-# -- what a commit adds to existing packs ---------------------------------------------------------
-
-# an increment larger than these is left to git, which writes it to disk, not to memory
-_OBJECTS_MAX = 2000
-_BYTES_MAX = 16 * 1024**2
 _ENTRY = re.compile(rb"([0-7]+) ([^\0]*)\0(.{20})", re.DOTALL)
 _FIXED_BYTES = 22  # the space, the NUL and the id
 
 
-def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -> Packed | None:
-    """Pack what the closure of `tip` adds to the packs with indexes `below`; None if too much.
-
-    The walk follows every link from the commit except those into the packs below. Those packs are
-    closed, so the result with them is exactly the closure. Commits are read from their own bytes:
-    no commit-graph, bitmap, graft or replacement changes the walk. Raises CorruptObjectError when
-    an object is missing or damaged.
-    """
-    added: dict[bytes, tuple[int, bytes]] = {}
-    visited: set[bytes] = set()  # added, or in a pack below
-    indexes = [_open_index(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in below]
-    size_bytes = 0
-
-    def is_new(oid: bytes) -> bool:
-        if oid in visited:
-            return False
-        visited.add(oid)
-        return not any(oid in index for index in indexes)
-
-    def add(oid: bytes, kind: ObjectType) -> bytes:
-        nonlocal size_bytes
-        data = objects.read(oid, kind)
-        added[oid] = int(kind), data
-        size_bytes += len(data)
-        return data
-
-    with open_objects(git_dir) as objects:
-        commits = [bytes.fromhex(tip)]
-        while commits:
-            if not is_new(commit := commits.pop()):
-                continue
-            root, parents = _links(add(commit, ObjectType.COMMIT))
-            commits += reversed(parents)
-            trees = [root]
-            while trees:
-                if not is_new(tree := trees.pop()):
-                    continue
-                entries = tree_entries(add(tree, ObjectType.TREE))
-                if entries is None:
-                    raise _corrupt(tree, "it is malformed")
-                for mode, _, oid in entries:
-                    # old histories have modes such as 040000 (fsck's zeroPaddedFilemode)
-                    mode = mode.lstrip(b"0")
-                    if oid in visited or mode == b"160000":  # a submodule
-                        continue
-                    if mode == b"40000":
-                        trees.append(oid)
-                    elif is_new(oid):
-                        add(oid, ObjectType.BLOB)
-                if len(added) > _OBJECTS_MAX or size_bytes > _BYTES_MAX:
-                    return None
-        packed = write_pack(added, into)
-    check_packs(into, added)
-    return packed
-
-
-def check_packs(directory: Path, oids: Iterable[bytes]) -> None:
-    """Raise CorruptObjectError unless the packs in `directory` have all of `oids`, undamaged."""
-    with tempfile.TemporaryDirectory(dir=directory) as objects:  # libgit2 opens only whole stores
-        Path(objects, "pack").symlink_to(directory.absolute())
-        packs = pygit2.Odb(objects)
-        for oid in oids:
-            try:
-                packs.read(_oid(oid))  # libgit2 hashes what it has inflated
-            except (pygit2.GitError, KeyError) as error:
-                raise _corrupt(oid, error) from error
-
-
-@lru_cache(maxsize=128)
-def _open_index(path: Path, inode: int, mtime_ns: int) -> PackIndex:
-    """Map an index once. One that was damaged and built again has the same name."""
-    return PackIndex(path, mapped=True)
-
-
-def _links(commit: bytes) -> tuple[bytes, list[bytes]]:
+def links_of(commit: bytes) -> tuple[bytes, list[bytes]]:
     """Return a commit's tree and parents."""
     tree, *headers = commit.split(b"\n")
     lines = takewhile(lambda line: line.startswith(b"parent "), headers)
