@@ -297,11 +297,11 @@ def _started(
         argv = ["prlimit", f"--data={memory_bytes}", *argv]
     if git_dir:
         argv.append(f"--git-dir={git_dir}")
-    if quarantine is not None and git_dir is not None:  # git moves no refs with these set
+    if quarantine is not None and git_dir is not None:
+        # no GIT_QUARANTINE_PATH: with it, git 2.53 refuses each fetch, also one that moves no ref
         environment = environment | {
             "GIT_OBJECT_DIRECTORY": str(quarantine),
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(git_dir / "objects"),
-            "GIT_QUARANTINE_PATH": str(quarantine),
         }
     with contextlib.ExitStack() as stack:
         source: Stream = NOTHING
