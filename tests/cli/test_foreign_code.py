@@ -275,5 +275,8 @@ def test_the_trap_is_one(trap: Trap) -> None:
     """`python -c` and a PATH with the directory in it do run what lies there."""
     trap.run(sys.executable, "-c", "import wave")
     trap.run("git", "version")
-    assert {"wave", "git"} <= set(trap.mark.read_text().split())
+    sprung = set(trap.mark.read_text().split())
+    assert "git" in sprung
+    # Python 3.13 imports linecache before what is asked for, and what lies there ends it
+    assert sprung & {"wave", "linecache"}
     assert shutil.which("git", path=trap.environment["PATH"]) is not None
