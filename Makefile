@@ -121,6 +121,7 @@ pythons: $(addprefix .venv/python,$(PYTHONS)) ## environments with each supporte
 	if $(BIN)/python -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$*")'; then ln -s . $@; exit; fi; \
 	python=$$($(call FIND_PYTHON,$*)) || { echo "no Python $* here: not tested with it" >&2; exit 0; }; \
 	set -e; umask 022; uv="$(BIN)/uv --quiet"; \
+	python=$$($(BIN)/python tests/support/reachable.py $$python .venv/copies/$*); \
 	$$uv venv --seed --python $$python $@; \
 	$$uv pip sync --python $@ --require-hashes requirements-dev.lock; \
 	$$uv pip install --python $@ --no-deps --no-build-isolation -e . -e packaging/client
