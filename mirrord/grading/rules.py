@@ -71,6 +71,8 @@ ruby-runner (runner): rspec, minitest
   .rspec .rspec-local spec_helper.rb rails_helper.rb test_helper.rb
 php-runner (runner): PHPUnit
   phpunit.xml phpunit.xml.dist phpunit.dist.xml
+dotnet-runner (runner): dotnet test, xunit
+  .runsettings *.runsettings xunit.runner.json *.xunit.runner.json testconfig.json
 ctest-config (runner): ctest
   CTestConfig.cmake CTestCustom.cmake CTestTestfile.cmake DartConfiguration.tcl
 python-path-file (interpreter): Python, at each start, where the directory is a site
@@ -101,6 +103,8 @@ pyproject-build (build): pip, and what builds the package
   if tables build-system project.entry-points project.scripts project.gui-scripts
     tool.setuptools tool.poetry.plugins tool.poetry.scripts tool.poetry.build tool.hatch.build
     tool.hatch.envs tool.pdm tool.flit tool.uv
+python-build (build): hatch, pdm, uv
+  hatch.toml hatch_build.py pdm_build.py uv.toml
 package-json (build): npm, yarn, node, test runners
   package.json
   if keys scripts jest mocha ava nyc c8 tap vitest babel imports overrides resolutions pnpm
@@ -108,8 +112,8 @@ package-json (build): npm, yarn, node, test runners
 npm-config (build): npm, yarn, pnpm, bun, deno
   .npmrc .yarnrc .yarnrc.yml .pnpmfile.cjs pnpm-workspace.yaml bunfig.toml deno.json deno.jsonc
   lerna.json nx.json
-js-build-config (build): tsc, webpack, rollup, gulp, grunt
-  webpack.config.* rollup.config.* tsconfig*.json gulpfile.* Gruntfile.*
+js-build-config (build): tsc, webpack, rollup, gulp, grunt, turbo, yarn
+  webpack.config.* rollup.config.* tsconfig*.json gulpfile.* Gruntfile.* turbo.json .pnp.*
 cargo-build (build): cargo, before it compiles
   build.rs
 cargo-config (build): cargo, rustup
@@ -139,6 +143,11 @@ ruby-build (build): bundler
   Gemfile Gemfile.lock *.gemspec
 php-build (build): composer
   composer.json composer.lock
+dotnet-build (build): msbuild, nuget
+  *.csproj *.fsproj *.vbproj *.props *.targets *.rsp global.json nuget.config NuGet.Config
+other-build (build): sbt, leiningen, mix, swift, cabal, stack, rebar, dune
+  *.sbt project.clj deps.edn mix.exs Package.swift *.cabal cabal.project stack.yaml rebar.config
+  dune-project
 dotenv (environment): pytest-dotenv, direnv, docker compose, flask, node
   .env .env.* .envrc .flaskenv
 tool-versions (environment): pyenv, asdf, nvm, rbenv, sdkman, mise

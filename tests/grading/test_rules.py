@@ -127,6 +127,7 @@ CASES: dict[str, tuple[list[tuple[str, str | None]], list[tuple[str, str | None]
     ),
     "ruby-runner": ([(".rspec", ""), ("spec/spec_helper.rb", "")], [("lib/helper.rb", "")]),
     "php-runner": ([("phpunit.xml", "")], [("phpunit.md", "")]),
+    "dotnet-runner": ([("a/.runsettings", ""), ("xunit.runner.json", "")], [("xunit.json", "")]),
     "ctest-config": ([("CTestCustom.cmake", "")], [("ctest.md", "")]),
     "python-path-file": ([("evil.pth", ""), ("pyvenv.cfg", "")], [("model.pt", "")]),
     "python-startup": (
@@ -169,6 +170,7 @@ CASES: dict[str, tuple[list[tuple[str, str | None]], list[tuple[str, str | None]
         ],
         [("pyproject.toml", BASE["pyproject.toml"] + "[tool.ruff]\n")],
     ),
+    "python-build": ([("hatch_build.py", ""), ("uv.toml", "")], [("hatch.md", "")]),
     "package-json": (
         [("package.json", '{"scripts": {"test": "true"}}'), ("package.json", "{")],
         [("package.json", BASE["package.json"].replace('"1"', '"2"'))],
@@ -193,6 +195,11 @@ CASES: dict[str, tuple[list[tuple[str, str | None]], list[tuple[str, str | None]
     "bazel": ([("BUILD", ""), ("x.bzl", "")], [("BUILDING", "")]),
     "ruby-build": ([("Gemfile", "")], [("Gem.md", "")]),
     "php-build": ([("composer.json", "")], [("composer.md", "")]),
+    "dotnet-build": (
+        [("Directory.Build.props", ""), ("a/x.csproj", "")],
+        [("src/x.cs", ""), ("src/app.config", "")],
+    ),
+    "other-build": ([("build.sbt", ""), ("mix.exs", "")], [("lib/mix.ex", "")]),
     "dotenv": ([(".env", ""), (".env.test", "")], [("env", "")]),
     "tool-versions": ([(".python-version", "")], [("python-version", "")]),
     "git-attributes": ([("a/.gitattributes", "")], [("gitattributes", "")]),
