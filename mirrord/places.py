@@ -21,6 +21,7 @@ ACTIVATE = "/opt/miniconda3/bin/activate"  # sourced by evaluation scripts
 PROGRAMS = "/opt/mirrord/bin"
 SANDBOX_HOME = "/home/testbed"
 _SYSTEM = re.compile(r"/(?:bin|boot|dev|etc|lib[0-9a-z]*|proc|sbin|sys|usr)(?:/|$)")
+# as sandboxes have them
 _TMP = ("/tmp", "/var/tmp")  # noqa: S108
 # `x` is any name: /run and /tmp would hide what is in them, a directory below them hides nothing
 _OWN = (ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED, "/run/x", *(f"{tmp}/x" for tmp in _TMP))

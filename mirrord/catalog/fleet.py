@@ -17,6 +17,7 @@ from .clock import clock_ms, to_ms
 from .database import insert_of, lock
 from .schema import Generation, NodeRow, claims, closures, generations, mirrors, nodes
 
+# a node that was silent for a month is no longer listed; it comes back with its next poll
 _NODE_TTL_MS = 30 * 24 * 3600 * 1000
 
 

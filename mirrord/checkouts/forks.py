@@ -12,6 +12,7 @@ from .layers import Layers
 from .lease import Lease, SavedState
 from .leases import Leases
 
+# each is an entry of the lease's file, which is written whole
 SNAPSHOTS_LIMIT = 128
 
 # last copies, which the next one shares where nothing changed; one forgotten is copied again

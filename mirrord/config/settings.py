@@ -54,7 +54,9 @@ class CheckoutSettings(Section):
     backend: Backend = Backend.AUTO
     objects: ObjectSource = ObjectSource.AUTO
     history: History = History.SEALED
+    # so long a killed harness keeps checkouts that are bound to no process
     ttl: Period = timedelta(hours=2)
+    # each is a mount: beside 3,000 a mount takes 0.32 ms instead of 0.18
     max: Count = 1024
     prewarm: StrictBool = True
     template_bytes: Size = 50 * 1024**3
@@ -79,6 +81,7 @@ class AccessSettings(Section):
     admins: tuple[Annotated[str | int, BeforeValidator(values.user)], ...] = ()
     commits: Literal["recorded", "any"] = "recorded"
     owners: Literal["none", "subuid"] = "subuid"
+    # a quarter of all: one member leaves room for others
     max_per_user: Count = 256
     requests_per_user: Count = 512
     bytes_per_user: Size = 100 * 1024**3

@@ -29,6 +29,7 @@ os.umask(0o022)  # as git expects for a checkout's files; private files set thei
 FORK_SERVER.preload = (
     "mirrord.templates.layers",
     "mirrord.changes.pools",
+    "mirrord.git.objects.increments",
     "mirrord.changes.survey",
     "mirrord.mirrors.survey",
     "mirrord.patches.diff",

@@ -266,6 +266,7 @@ _ABILITIES: dict[str, tuple[Callable[[Path], bool], bool]] = {
 # Short trials with a median: the disk has other users, and the doctor answers within seconds.
 _TRIAL_FILES = 200
 _TRIAL_S = 0.3
+# of which the median counts, so that one pause of the disk does not
 _ROUNDS = 15
 _SLOW_FACTOR = 5  # warn above this many times the normal duration
 

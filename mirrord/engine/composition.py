@@ -20,7 +20,7 @@ from ..checkouts.requests.admission import Leasing
 from ..checkouts.requests.quotas import Quotas
 from ..checkouts.requests.resolve import CoverOf, ImagePreparer, Resolver
 from ..checkouts.service import Checkouts
-from ..config import Settings
+from ..config import CheckoutSettings, Settings
 from ..datasets.service import Datasets
 from ..git.command import Git
 from ..host.peers import Access
@@ -35,6 +35,10 @@ from ..workers.pool import Workers
 
 async def _without(_: EnvironmentName, _of: MirrorName, _at: CommitId, _by: History) -> None:
     """Make no layer for an image."""
+
+
+def _limits_of(bounds: CheckoutSettings) -> CopyLimits:
+    return CopyLimits(bounds.copy_files, bounds.copy_bytes, bounds.copy_timeout)
 
 
 def compose_checkouts(
@@ -64,8 +68,7 @@ def compose_checkouts(
     """
 
     def limits() -> CopyLimits:
-        bounds = settings().checkouts
-        return CopyLimits(bounds.copy_files, bounds.copy_bytes, bounds.copy_timeout)
+        return _limits_of(settings().checkouts)
 
     def objects_of(lease: Lease) -> Path:
         return objects_path(state_dir, mirrors.path(lease.mirror), lease.base)

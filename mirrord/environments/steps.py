@@ -149,6 +149,7 @@ def box_of(order: Order) -> Box:
             readable[path] = Path(path)
     scratch = Path(order.scratch)
     home = {SANDBOX_HOME: scratch / "home", _CACHE: Path(order.cache)}
+    # the sandbox's /tmp, not the host's
     writable = {"/tmp": scratch / "tmp", **home}  # noqa: S108
     return Box(
         tree=Path(order.tree),

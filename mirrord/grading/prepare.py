@@ -184,6 +184,7 @@ def _names_in(base: BaseTree, below: Sequence[Path], directory: bytes) -> set[by
     return names
 
 
+# the same rules for all instances, and those for the runners of some recipes
 book_of = lru_cache(maxsize=16)(RuleBook)
 
 

@@ -114,6 +114,7 @@ class MirrordEnvironment(BaseEnvironment):
         packed = await self._must("tar", "-c", "-C", source_dir, ".")
         Path(target_dir).mkdir(parents=True, exist_ok=True)
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            # the filter refuses members that lead out of the directory
             archive.extractall(target_dir, filter=transfer_tar_filter)  # noqa: S202
 
     async def _must(self, *command: str, input: bytes | None = None) -> bytes:  # noqa: A002

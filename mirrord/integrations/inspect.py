@@ -74,6 +74,7 @@ class MirrordSandboxEnvironment(SandboxEnvironment):
     async def exec(
         self,
         cmd: list[str],
+        # as inspect-ai names it
         input: str | bytes | None = None,  # noqa: A002
         cwd: str | None = None,
         env: dict[str, str] | None = None,

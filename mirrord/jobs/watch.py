@@ -93,12 +93,14 @@ class Watch:
 
     async def _follow(self) -> None:
         while True:
+            # also without an event: watchdog swallows an overflow of inotify's queue
             with anyio.move_on_after(self._interval_s):
                 await self._woken.wait()
             # before the look: what changes during it is looked at again
             self._woken.clear()
             pending = await self._unhandled()
             while pending:
+                # a file that is still being written has another signature then
                 await asyncio.sleep(self._quiet_s)
                 signatures = await self._unhandled()
                 for path, signature in signatures.items():

@@ -130,6 +130,7 @@ class Message:
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.__dict__ == self.__dict__
 
+    # a message may hold lists
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

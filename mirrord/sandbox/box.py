@@ -188,6 +188,7 @@ class Box:
             yield from ("--ro-bind-try", directory, directory)
         yield from self._kernel()
         yield from ("--dir", "/run", "--dir", "/var")
+        # both in the sandbox, in memory
         yield from ("--symlink", "/tmp", "/var/tmp")  # noqa: S108
 
     def _root(self, image: Image) -> Iterator[str]:

@@ -121,6 +121,7 @@ class DirectBox:
         variables = {name: self.text(value) for name, value in self._box.variables.items()}
         environ = replace(self._box, variables=variables).all_variables(self.at)
         own = {
+            # a directory of its own: without a mount namespace /tmp is the host's
             "TMPDIR": self.at("/tmp"),  # noqa: S108
             "GIT_CONFIG_SYSTEM": self.at(_GITCONFIG),
         }

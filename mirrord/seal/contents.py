@@ -173,6 +173,7 @@ def open_tar(source: Readable, size: int) -> Stream | None:
     elif head.startswith(b"BZh"):
         stream = Stream(bz2.BZ2File(file), take)
     elif head.startswith(b"\xfd7zXZ\0"):
+        # whoever opened the archive closes it
         stream = Stream(lzma.LZMAFile(file), take)  # noqa: SIM115
     elif head.startswith(ZSTD_MAGIC):
         stream = Stream(open_zstd(file), take)

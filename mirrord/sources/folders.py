@@ -178,6 +178,7 @@ def _parse_yaml(text: str) -> Any:
     """Parse YAML without aliases, with which a kilobyte can expand to gigabytes of JSON."""
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_TextLoader)):
         raise ValueError("it has aliases")
+    # _TextLoader is derived from a safe loader: it makes no objects but plain ones
     return yaml.load(text, Loader=_TextLoader)  # noqa: S506
 
 

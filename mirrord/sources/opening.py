@@ -194,6 +194,7 @@ def iter_csv(path: Path, source: str) -> Iterator[RawRow]:
 
 
 _ISSUE_FILES = ("commit_id", "revert_command")
+# a commit id, or a command of the shell
 _ISSUE_BYTES = 64 * 1024
 
 

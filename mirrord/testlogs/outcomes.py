@@ -40,6 +40,7 @@ class Want(StrEnum):
     """
 
     FAIL = "fail"
+    # a verdict, not a password
     PASS = "pass"  # noqa: S105
     KEEP = "keep"
 

@@ -258,6 +258,7 @@ class WebApplication:
             text, media_type = await metrics.answer(self._engine)
             return PageResponse(200, media_type, text)
         try:
+            # pages know seven; parse_qsl takes any number otherwise
             values = dict(parse_qsl(query.decode("ascii", "replace"), max_num_fields=16))
         except ValueError:
             return _plain(400, "The query has too many parameters.")

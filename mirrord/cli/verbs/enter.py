@@ -23,6 +23,7 @@ def enter(
     command = command or [os.environ.get("SHELL", "/bin/sh")]
     session.close()
     try:
+        # without a shell: the words are the command's own
         os.execvp(command[0], command)  # noqa: S606
     except OSError as error:
         fact = f"cannot run {command[0]}: {error.strerror}"

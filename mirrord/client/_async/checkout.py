@@ -162,6 +162,7 @@ class AsyncCheckout:
         """
         return await self._client.save_layer(self.id, name)
 
+    # `format` is its name in the API; no builtin of that name is used here
     async def diff(self, *, format: model.DiffFormat = model.DiffFormat.PATCH) -> bytes:  # noqa: A002
         """Return the changes since the base commit and the layer, as a patch that git accepts.
 

@@ -128,6 +128,7 @@ class AsyncSandbox:
         timeout: float | None = None,
         cwd: str | None = None,
         variables: Mapping[str, str] | None = None,
+        # as subprocess.run names it
         input: bytes | None = None,  # noqa: A002
     ) -> Executed:
         """Run a command and return its result; a string runs in bash.

@@ -85,6 +85,7 @@ def check_packs(directory: Path, oids: Iterable[bytes]) -> None:
                 raise corrupt_object(oid, error) from error
 
 
+# of chains of layers, which share all but their last packs; a mapping holds no descriptor
 @lru_cache(maxsize=128)
 def _open_index(path: Path, inode: int, mtime_ns: int) -> PackIndex:
     """Map an index once. One that was damaged and built again has the same name."""

@@ -141,5 +141,6 @@ def _check(wanted: csi.VolumeCapability) -> None:
 
 def add_services(server: grpc.Server, name: str, volumes: PodVolumes) -> None:
     plugin = Plugin(name, volumes)
+    # generated without types
     services.add_IdentityServicer_to_server(plugin, server)  # type: ignore[no-untyped-call]
     services.add_NodeServicer_to_server(plugin, server)  # type: ignore[no-untyped-call]
