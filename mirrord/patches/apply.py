@@ -21,7 +21,7 @@ from ..host.files import open_directory, opened, shown_path
 from ..host.processes import ActingAs
 from ..model import TREE_DEPTH_LIMIT, ApplyStrategy, FoundStrategy
 from ..trees.manifest import blob_id
-from ..trees.reader import TreeReader
+from ..trees.reader import TreeReader, parents
 from .change import Expected, JournaledChange
 from .fit import DIRECTORY, UNTRACKED, BaseFiles, File
 from .parse import EXECUTABLE, REGULAR, SUBMODULE
@@ -130,6 +130,10 @@ class CheckoutFiles:
 
     def _read(self, path: bytes) -> File | None:
         if not self._iswithin(path):
+            return None
+        # a new directory is asked for once, not for each file in it
+        if any(self.read(above) is None for above in parents(path)):
+            self.stats[path] = None
             return None
         worktree = self._worktree
         before = worktree.base.find(path)

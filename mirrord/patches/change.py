@@ -105,7 +105,7 @@ class JournaledChange:
             move_away(path)
         for path, mode in written.items():
             seen = self._reader.find_stat(path)
-            if mode != SUBMODULE or (seen and not stat.S_ISDIR(seen.st_mode)):
+            if seen and (mode != SUBMODULE or not stat.S_ISDIR(seen.st_mode)):
                 move_away(path)
         staying = {b""}
         for path, mode in written.items():

@@ -231,9 +231,10 @@ class _Application:
                 for path, file in before.items()
             ]
             repository.write_index(entries)
-            # `--3way` finds the blobs that the index lines name, if it has them
-            for path in before if self.base else ():
-                if self.base and (old := self.base.read(path)) and old.mode != DIRECTORY:
+            # by the blobs that the index lines name, if it has them
+            base = self.base if "--3way" in options else None
+            for path in before if base else ():
+                if base and (old := base.read(path)) and old.mode != DIRECTORY:
                     _stored(repository, old)
             done = run_git_sync(
                 # warnings about blanks would be quoted as reasons of a refusal

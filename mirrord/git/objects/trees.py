@@ -331,10 +331,11 @@ class ScratchRepository:
         make_repository(git_dir)
         self.git_dir = git_dir
         self._repository = pygit2.Repository(str(git_dir))
+        self._objects = ScratchObjects(git_dir / "objects")
 
     def write_blob(self, data: bytes) -> str:
         with _write_errors(self.git_dir):
-            return str(self._repository.create_blob(data))
+            return self._objects.store_blob(data)
 
     def read_blob(self, oid: str) -> bytes:
         return self._repository[oid].read_raw()
