@@ -170,9 +170,12 @@ wheels: setup ## download the wheels of requirements.lock, for the package and i
 release: setup release-tools ## build wheels, sdists, deb, SBOM and SHA256SUMS of this commit in dist/
 	@$(BIN)/python packaging/release.py dist
 
-release-check: debian setup pythons wheels release-tools ## run the release tests, say what they skipped; build twice, compare bytes
+release-check: DEBIAN_PACKAGES += lintian
+release-check: debian setup pythons wheels release-tools ## run the release tests, say what they skipped; build twice, compare bytes; lintian
 	$(BIN)/python -m pytest -m release -rs tests/packaging tests/environments/test_image_languages.py
 	@$(BIN)/python packaging/release.py --check dist
+	@if command -v lintian >/dev/null; then lintian --fail-on error --display-level '>=error' dist/*.deb && echo 'lintian: no errors'; \
+	else echo 'no lintian here: the packages are not checked by it' >&2; fi
 
 release-tools: .venv/release/ready
 

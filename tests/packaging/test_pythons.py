@@ -17,6 +17,8 @@ PROJECT = Path(__file__).parents[2]
 CLASSIFIER = "Programming Language :: Python :: "
 with (PROJECT / "pyproject.toml").open("rb") as file:
     METADATA = tomllib.load(file)["project"]
+with (PROJECT / "packaging/client/pyproject.toml").open("rb") as file:
+    CLIENT = tomllib.load(file)["project"]
 SUPPORTED = [
     each.removeprefix(CLASSIFIER) for each in METADATA["classifiers"] if each.startswith(CLASSIFIER)
 ]
@@ -57,6 +59,7 @@ def test_the_makefile_and_the_metadata_agree() -> None:
     assert LISTED[: len(SUPPORTED)] == SUPPORTED
     assert len(LISTED) <= len(SUPPORTED) + 1
     assert METADATA["requires-python"] == f">={SUPPORTED[0]}"
+    assert all(CLIENT[key] == METADATA[key] for key in ("classifiers", "requires-python"))
 
 
 @pytest.mark.release
