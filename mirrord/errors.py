@@ -232,6 +232,7 @@ def host_error(error: BaseException, doing: str) -> ResourceError | None:
     if not isinstance(error, OSError):
         return None
     fact = f"cannot {doing}: {error.strerror}"
+    # EMFILE is of this process (RLIMIT_NOFILE), ENFILE of the whole host (fs.file-max)
     if error.errno in (errno.EMFILE, errno.ENFILE):
         hint = "raise LimitNOFILE= of the unit, or ulimit -n"
         return TooManyFilesError(fact, hint=hint, retry_after=1)

@@ -191,6 +191,7 @@ class _Copy:
         self._own = os.fsencode(own or directory) + b"/"
         self._earlier = os.fsencode(earlier or directory) + b"/"
         # umask(2) tells the mask only while it sets one
+        # umask(2) can be read only by setting it
         self._umask = os.umask(0o077)
         os.umask(self._umask)
         self.recorded = _read_record(earlier) if earlier else None

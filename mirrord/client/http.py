@@ -129,8 +129,10 @@ Q = TypeVar("Q", bound=Request)
 # of connect(2); EPIPE is of a write to a server that closed the connection
 _REFUSALS = {
     errno.ENOENT: "there is no such socket",
+    # the file of a socket outlives a listener that was killed
     errno.ECONNREFUSED: "no process listens there",
     errno.ENOTSOCK: "not a socket",
+    # the backlog is full, for which a non-blocking connect(2) does not wait
     errno.EAGAIN: "it does not accept connections",
     errno.EPIPE: "it closed the connection",
 }

@@ -31,6 +31,7 @@ from ..workers.gate import Gate
 from ..workers.pool import Workers
 from ..workers.turns import HOUSEKEEPING
 
+# a warm checkout takes 1 to 2 ms, a first one up to some seconds, what packs a mirror minutes
 BUCKETS_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 120.0),

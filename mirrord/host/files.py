@@ -137,6 +137,7 @@ def open_top(root: Path) -> int:
         try:
             return open_child(above, os.fsencode(root.name))
         except OSError as error:
+            # openat2(2) with RESOLVE_NO_XDEV enters no mount
             if error.errno == errno.EXDEV:
                 raise mounted_on(os.fsencode(root)) from error
             raise

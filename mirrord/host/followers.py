@@ -17,6 +17,7 @@ from .files import opened
 from .processes import in_user_namespace
 
 _FLAGS = mounts.MOUNT_ATTR_NOSUID | mounts.MOUNT_ATTR_NODEV
+# a slave: what is mounted on it in a container stays there
 _FOLLOWING = mounts.MountAttributes(attr_set=_FLAGS, propagation=mounts.MS_SLAVE)
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -360,6 +360,7 @@ def _accept(listener: socket.socket, user: int, selector: selectors.BaseSelector
 def _send(connection: socket.socket, reply: Mapping[str, Any], descriptors: list[int]) -> bool:
     """Return False if the peer is gone or does not read."""
     try:
+        # in one message with the answer: descriptors alone would need a byte of their own
         socket.send_fds(connection, [json.dumps(reply).encode()], descriptors)
     except OSError:
         return False

@@ -199,6 +199,7 @@ class RemoteMounter:
             self._disconnect()
             (connection := self._connected()).send(message)
         flags = socket.MSG_CMSG_CLOEXEC
+        # one descriptor at most: the kernel closes what a message has beyond it
         answer, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_MAX_BYTES, 1, flags)
         if not answer:
             raise ConnectionResetError("it closed the connection without an answer")

@@ -83,6 +83,7 @@ def make_userns(stored: Owner, seen: Owner) -> int:
         with opened(reader):
             answer = os.read(reader, 1)
         if answer != b"\0":
+            # no answer: the child was killed
             number = answer[0] if answer else errno.EIO
             raise OSError(number, os.strerror(number))
         for kind, inside, outside in (("uid", stored[0], seen[0]), ("gid", stored[1], seen[1])):

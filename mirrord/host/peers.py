@@ -307,6 +307,7 @@ def open_by_number(peer: Peer) -> int:
     pidfd = os.pidfd_open(peer.pid)
     if _started_s(peer.pid) > peer.connected_at:
         os.close(pidfd)
+        # as pidfd_open(2) says of one that has ended
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
     return pidfd
 

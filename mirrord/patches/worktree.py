@@ -218,6 +218,7 @@ class Worktree:
                 if not was_known:  # else the next try lets the owner into the directory
                     raise PermissionError(error.errno, error.strerror, path) from error
             except OSError as error:
+                # openat2(2) with RESOLVE_NO_XDEV enters no mount
                 if error.errno == errno.EXDEV:
                     raise mounted_on(path) from error
                 if error.errno not in _REPLACED:  # by something else since the stat

@@ -45,6 +45,7 @@ _MAGIC = b"mirrord manifest 5\n"
 # SHA-1 of what is before it, which tells a torn file
 _CHECKSUM_BYTES = 20
 _COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
+# the clock of ctimes, which moves on every 1 to 10 ms (CONFIG_HZ)
 _CLOCK_REALTIME_COARSE = 5  # linux/time.h
 _COUNT = struct.Struct("<I")
 

@@ -130,6 +130,7 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
     return must_prove(proof, head=paths.head, tree=tree)
 
 
+# each scans every path; who still writes in the third writes all the time
 _ROUNDS = 3
 
 

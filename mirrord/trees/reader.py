@@ -208,6 +208,7 @@ def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
     try:
         return owner.open_directory(directory, name)
     except OSError as error:
+        # openat2(2) with RESOLVE_NO_XDEV enters no mount
         if error.errno == errno.EXDEV:
             raise files.mounted_on(path) from error
         if error.errno in _REPLACED:

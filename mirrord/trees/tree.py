@@ -151,6 +151,8 @@ def _opened_tree(dest: Path, commit: str) -> Iterator[int]:
         try:
             yield root
         except OSError as error:
+            # bytes that are not UTF-8 are EILSEQ for ZFS with `utf8only`, EINVAL for ext4 with
+            # strict casefold
             if error.errno not in (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL):
                 raise
             raise CommitUnservableError(

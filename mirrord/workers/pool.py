@@ -87,7 +87,9 @@ class ForkServer:
                     self.start()
                 assert self._running is not None
                 try:
+                    # a descriptor travels with at least one byte (unix(7)), which says the priority
                     socket.send_fds(self._running[1], [bytes([is_low])], [far_end.fileno()])
+                    # CLOEXEC at once: another thread may be starting a program
                     _, pidfds, _, _ = socket.recv_fds(
                         self._running[1], 1, 1, socket.MSG_CMSG_CLOEXEC
                     )

@@ -37,6 +37,7 @@ from ..recipes import COMMIT, slug
 from .layers import Listing, User, find_links, find_user, finish_layer, list_layer, make_cover
 from .layouts import Layer, find_tree, make_single, read_image, variables_of, words_of, wrap_archive
 
+# 20 GiB, the largest image by default, at 1 MB a second
 _FETCH_TIMEOUT = timedelta(hours=6)
 # 450 MB take umoci 9 s
 _LAYER_TIMEOUT = timedelta(hours=1)

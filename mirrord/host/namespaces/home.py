@@ -151,6 +151,7 @@ class _connected:  # noqa: N801
         # the kernel connects to a holder that was stopped (SIGSTOP), which then never answers
         self._socket.settimeout(_TIMEOUT_S)
         try:
+            # by a descriptor: an address has at most 107 bytes of path
             with opened(os.open(self._state_dir, os.O_PATH | os.O_DIRECTORY)) as directory:
                 self._socket.connect(f"/proc/self/fd/{directory}/{SOCKET}")
         except (FileNotFoundError, ConnectionRefusedError):
