@@ -1,8 +1,4 @@
-"""The table of verbs as a tree of click commands.
-
-Every verb takes the shared options, before or after its name. Its module is loaded when it is
-called.
-"""
+"""The table of verbs as a tree of click commands; a verb's module is loaded when it is called."""
 
 import importlib
 import inspect

@@ -1,9 +1,8 @@
 """`mirrord exec`: run a command in a sandbox that shows a temporary or a held checkout.
 
 A temporary checkout is bound to this process, so the daemon releases it even if the process is
-killed. Where the daemon cannot see the process, the lease is short and renewed while the command
-runs. If `mirrord exec` is killed, the command is killed too; if it is asked to end, the command has
-ten seconds.
+killed. If `mirrord exec` is killed, the command is killed too; if it is asked to end, the command
+has ten seconds.
 """
 
 from __future__ import annotations

@@ -35,7 +35,15 @@ from ...protocol import Progress, ProgressSink
 from ...templates.environments import RECORD, EnvironmentStore
 from ..recipes import COMMIT, slug
 from .layers import Listing, User, find_links, find_user, finish_layer, list_layer, make_cover
-from .layouts import Layer, find_tree, make_single, read_image, variables_of, words_of, wrap_archive
+from .layouts import (
+    ImageLayer,
+    find_tree,
+    make_single,
+    read_image,
+    variables_of,
+    words_of,
+    wrap_archive,
+)
 
 # 20 GiB, the largest image by default, at 1 MB a second
 _FETCH_TIMEOUT = timedelta(hours=6)
@@ -238,7 +246,7 @@ class Images:
         turns = asyncio.Semaphore(_AT_ONCE)
         self.store.layers.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-        async def one(number: int, layer: Layer) -> None:
+        async def one(number: int, layer: ImageLayer) -> None:
             nonlocal done, shared_bytes
             async with turns:
                 stored = await anyio.to_thread.run_sync(self.store.read_layer, layer.name)
@@ -272,7 +280,7 @@ class Images:
         stack = [str(name) for name in reversed(names)]
         return await self._described(config, stack, kept, request) | {"shared_bytes": shared_bytes}
 
-    async def _unpack(self, place: Path, layer: Layer) -> tuple[Path, Listing]:
+    async def _unpack(self, place: Path, layer: ImageLayer) -> tuple[Path, Listing]:
         """Unpack one layer by umoci, as an image of that layer alone."""
         limit = self.mirrors.settings().environments.image_bytes
         blob = place / "blobs/sha256" / layer.blob.removeprefix("sha256:")

@@ -26,7 +26,7 @@ _LAYER = "application/vnd.oci.image.layer.v1.tar"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
-class Layer(NamedTuple):
+class ImageLayer(NamedTuple):
     """A layer of an image: of `blob`, compressed or not, with the content `diff_id`."""
 
     blob: str
@@ -48,11 +48,11 @@ def wrap_archive(archive: Path, place: Path) -> None:
     size = archive.stat().st_size
     os.link(archive, blobs / digest)
     # uncompressed, so the digest of the blob is that of the content too (diff_id)
-    layer = Layer(f"sha256:{digest}", _LAYER, size, f"sha256:{digest}")
+    layer = ImageLayer(f"sha256:{digest}", _LAYER, size, f"sha256:{digest}")
     _write_layout(place, place, layer, "image")
 
 
-def make_single(place: Path, single: Path, layer: Layer) -> None:
+def make_single(place: Path, single: Path, layer: ImageLayer) -> None:
     """Make a layout with an image of one layer, whose blob is that of another layout."""
     with suppress(FileExistsError):
         (single / "blobs/sha256").mkdir(parents=True)
@@ -62,7 +62,7 @@ def make_single(place: Path, single: Path, layer: Layer) -> None:
     _write_layout(single, single, layer, "layer")
 
 
-def _write_layout(place: Path, blobs: Path, layer: Layer, tag: str) -> None:
+def _write_layout(place: Path, blobs: Path, layer: ImageLayer, tag: str) -> None:
     def put(value: dict[str, Any], media_type: str) -> dict[str, Any]:
         text = json.dumps(value).encode()
         digest = hashlib.sha256(text).hexdigest()
@@ -80,7 +80,7 @@ def _write_layout(place: Path, blobs: Path, layer: Layer, tag: str) -> None:
     (place / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
 
 
-def read_image(place: Path) -> tuple[dict[str, Any], list[Layer]]:
+def read_image(place: Path) -> tuple[dict[str, Any], list[ImageLayer]]:
     """Return the configuration and the layers of the image in a layout, the lowest first."""
     try:
         index = loads(read_plain(place / "index.json"))
@@ -88,7 +88,7 @@ def read_image(place: Path) -> tuple[dict[str, Any], list[Layer]]:
         config = _read_blob(place, config_of)
         diff_ids = config["rootfs"]["diff_ids"]
         layers = [
-            Layer(_digest(descriptor["digest"]), _type_of(place, descriptor),
+            ImageLayer(_digest(descriptor["digest"]), _type_of(place, descriptor),
                    int(descriptor["size"]), _digest(diff_id))
             for descriptor, diff_id in zip(held, diff_ids, strict=True)
         ]  # fmt: skip

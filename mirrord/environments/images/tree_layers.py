@@ -31,7 +31,7 @@ _GIT = ".git"
 TAKEN_OUT = ("future-file", "object", "pack", "repository")
 
 
-class Order(NamedTuple):
+class TreeOrder(NamedTuple):
     """A layer to write at the new path `layer`: what the directory `tree` of an image, whose
     `stack` of layers begins with the top, has over `commit`, which is checked out at `checkout`.
     """
@@ -60,7 +60,7 @@ class Written(NamedTuple):
     findings: list[RootLeak]
 
 
-def write_tree_layer(order: Order) -> Written:
+def write_tree_layer(order: TreeOrder) -> Written:
     """Write the layer of an image's tree; there is none if it has nothing besides the commit.
 
     Raises DiskFullError, and what the scan of `verify-seal --root` raises.
@@ -124,7 +124,7 @@ def merged(stack: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def _read_head(
-    order: Order, stack: Sequence[Path], base: dict[str, str]
+    order: TreeOrder, stack: Sequence[Path], base: dict[str, str]
 ) -> tuple[str | None, dict[str, str] | None]:
     """Return the image's HEAD and the files of its commit; None for what cannot be read."""
     with suppress(OSError, ValueError, MirrordError):
@@ -201,7 +201,9 @@ class _Writer:
     differ stay as they are; where `other` is unknown, all paths of the base commit do.
     """
 
-    def __init__(self, order: Order, base: dict[str, str], other: dict[str, str] | None) -> None:
+    def __init__(
+        self, order: TreeOrder, base: dict[str, str], other: dict[str, str] | None
+    ) -> None:
         self._checkout, self._layer, self._order = order.checkout, order.layer, order
         kept = set(base) if other is None else {path for path, _ in base.items() ^ other.items()}
         self._kept = kept

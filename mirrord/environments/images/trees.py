@@ -29,7 +29,7 @@ from ...workers.coalesce import Coalescer, SharedWork
 from ..builder import build_owner
 from ..building import own_peer
 from ..preparations import Preparations
-from .tree_layers import TAKEN_OUT, Order, Written, write_tree_layer
+from .tree_layers import TAKEN_OUT, TreeOrder, Written, write_tree_layer
 
 _TIMEOUT = timedelta(hours=1)
 _FINDINGS = 200  # recorded with the environment
@@ -137,7 +137,7 @@ class ImageTrees:
         record = self.store.record(name.digest)
         assert record is not None  # it is held
         tree = record.facts["image"]["tree"]
-        order = Order(
+        order = TreeOrder(
             stack=tuple(self.store.layers / digest for digest in record.facts["stack"]), tree=tree,
             checkout=checkout, mirror=self.mirrors.path(mirror), commit=commit, layer=layer,
         )  # fmt: skip
