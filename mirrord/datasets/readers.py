@@ -114,6 +114,8 @@ class _Counted(io.RawIOBase):
 
 # the answer of the Hub's viewer: `features`, an array too, comes before `rows`
 _VIEWER = re.compile(rb'\{\s*"features"')
+# a document of columns begins with one of these, whose value is no text
+_COLUMNS = re.compile(rb'\{\s*"(?:instance_id|repo|base_commit)"\s*:\s*[\[{]')
 
 
 def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
@@ -131,6 +133,8 @@ def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
         raise refused(source, "it is compressed Parquet", hint)
     if start.startswith(b"[") and not _is_array_line(start):
         yield from _iter_document(iter_elements(stream))
+    elif _COLUMNS.match(start) and not _has_second_line(start):
+        yield from _iter_columns(stream.read(ELEMENT_LIMIT_BYTES + 1), source)
     elif start.startswith(b"{") and not _is_lines(start):
         match _first_member(start):
             case b"{":
@@ -166,7 +170,11 @@ def _is_lines(start: bytes) -> bool:
         return bool(rest.strip()) or bool(_ROW_KEYS & value.keys()) or not has_rows
     if not newline:  # a long or truncated row: documents have a line break after their bracket
         return _first_member(first) not in {b"{", b"["}
-    return rest.lstrip(_SPACE).startswith(b"{")
+    return _has_second_line(start)
+
+
+def _has_second_line(start: bytes) -> bool:
+    return start.partition(b"\n")[2].lstrip(_SPACE).startswith(b"{")
 
 
 def _first_member(text: bytes) -> bytes:
@@ -184,7 +192,7 @@ def _iter_lines(stream: io.BufferedReader[Any]) -> Iterator[RawRow]:
                 pass
         elif line.strip(_SPACE):
             value, fault = _decoded(line)
-            if fault is not None and not line.endswith(b"\n"):
+            if fault is not None and not line.endswith((b"\n", b"}")):
                 fault = "the file ends in the middle of a row: it is truncated"
             yield _with_origin(RawRow(number, value, fault))
 
@@ -254,11 +262,33 @@ def _has_whole_row(value: Any) -> bool:
     return any(isinstance(each, dict) and each.keys() >= _ROW_KEYS for each in members)
 
 
-def _iter_single(text: bytes, source: str) -> Iterator[RawRow]:
-    """Read a document that is one row, or the first array of rows in it."""
+def _iter_columns(text: bytes, source: str) -> Iterator[RawRow]:
+    """Read an object of columns: arrays, or objects by row, as pandas' `to_json` writes."""
+    value, fault = _whole(text, source)
+    columns = list((value or {}).values())
+    keys = _row_keys(columns[0]) if columns else None
+    if value is None or not keys or any(_row_keys(column) != keys for column in columns):
+        yield RawRow(1, value, fault)
+        return
+    for number, key in enumerate(keys, 1):
+        yield RawRow(number, {name: column[key] for name, column in value.items()})
+
+
+def _row_keys(column: object) -> list[Any] | None:
+    if isinstance(column, list):
+        return list(range(len(column)))
+    return list(column) if isinstance(column, dict) else None
+
+
+def _whole(text: bytes, source: str) -> tuple[dict[str, Any] | None, str | None]:
     if len(text) > ELEMENT_LIMIT_BYTES:
         raise refused(source, f"it is one JSON value of more than {ELEMENT_LIMIT_BYTES >> 20} MiB")
-    value, fault = _decoded(text)
+    return _decoded(text)
+
+
+def _iter_single(text: bytes, source: str) -> Iterator[RawRow]:
+    """Read a document that is one row, or the first array of rows in it."""
+    value, fault = _whole(text, source)
     arrays = [v for v in (value or {}).values() if isinstance(v, list)]
     arrays = [array for array in arrays if array and isinstance(array[0], dict)]
     rows = next((array for array in arrays if _is_row(array[0])), next(iter(arrays), None))

@@ -386,6 +386,23 @@ def test_rows_of_the_hubs_viewer_are_unwrapped(case: Case, indent: int | None) -
 
 
 @pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("is_pandas", [False, True])
+def test_an_object_of_columns_has_a_row_at_each_place(
+    case: Case, indent: int | None, is_pandas: bool
+) -> None:
+    """As `to_dict` of datasets and `to_json` of pandas write it."""
+    rows = [{**PLAIN, "instance_id": f"i-{n}", "FAIL_TO_PASS": [f"t{n}"]} for n in range(3)]
+    columns: dict[str, Any] = {name: [each[name] for each in rows] for name in rows[0]}
+    if is_pandas:
+        columns = {k: {str(n): each for n, each in enumerate(v)} for k, v in columns.items()}
+    assert case.read(json.dumps(columns, indent=indent).encode()).row_count == 3
+    assert case.ids == ["i-0", "i-1", "i-2"]
+    columns["repo"] = columns["repo"][:2] if not is_pandas else {"0": "a/b"}
+    with pytest.raises(InvalidDatasetError):
+        case.read(json.dumps(columns, indent=indent).encode())
+
+
+@pytest.mark.parametrize("indent", [None, 2])
 def test_one_row_with_objects_in_its_lists_is_one_row(case: Case, indent: int | None) -> None:
     value = {**MULTI, "resolved_issues": [{"number": 1, "title": "t"}]}
     assert case.read(json.dumps(value, indent=indent).encode()).row_count == 1

@@ -120,6 +120,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "an array of numbers": (b"[1, 2, 3]", "not an object"),
     "an array of arrays": (b"[[1], [2]]", "not an object"),
     "cut-off array": (b"[", "truncated"),
+    "two rows in a line": (lines([row()])[:-1] + lines([row()])[:-1], "Extra data"),
     "cut-off row": (lines([row()])[:50], "truncated"),
     "no repository and no commit": (lines([{"instance_id": "a", "x": 1}]), "no known format"),
     "deeply nested": (b'{"a":' + b"[" * 100_000, "line 1"),
