@@ -184,7 +184,8 @@ class Application:
             items = request.query_params.multi_items()
             if len(dict(items)) < len(items):
                 raise errors.InvalidRequestError(
-                    "cannot read the query of the request: a parameter is given twice"
+                    "cannot read the query of the request: a parameter is given twice",
+                    hint="name each parameter once",
                 )
             try:
                 query = endpoint.query.model_validate(dict(items))

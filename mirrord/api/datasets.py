@@ -205,7 +205,7 @@ async def import_recipes(call: Call, query: RecipesQuery) -> list[protocol.Recip
         text = content.decode()
     except UnicodeDecodeError as error:
         fact = f"cannot read recipes from {query.filename}: it is not UTF-8"
-        raise InvalidRecipeError(fact) from error
+        raise InvalidRecipeError(fact, hint="save the file as UTF-8") from error
     return await call.engine.environments.import_recipes(text, query.filename)
 
 

@@ -254,7 +254,8 @@ class BackgroundWork:
             if row is None:
                 raise InstanceNotFoundError(
                     f"cannot prepare instance {shown(identity)}: dataset {name} has no such"
-                    " instance"
+                    " instance",
+                    hint=f"`mirrord dataset export {name}` prints its instances",
                 )
             if row.base_commit is not None:
                 bases.append((row.mirror, row.base_commit))

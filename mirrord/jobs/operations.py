@@ -164,7 +164,8 @@ class Operations:
         task = self._tasks.get(identity)
         if task is None or not record.is_running:
             raise errors.ConflictError(
-                f"cannot cancel operation {identity}: it is {record.operation.state}"
+                f"cannot cancel operation {identity}: it is {record.operation.state}",
+                hint="`mirrord operation list --running` shows those that can be cancelled",
             )
         await asyncio.sleep(0)  # a task cancelled before its first step could not clean up
         task.cancel()

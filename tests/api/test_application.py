@@ -99,7 +99,8 @@ def test_a_body_that_is_not_the_json_asked_for_is_a_problem(running: Daemon, bod
 )
 def test_a_bad_query_is_a_problem(running: Daemon, path: str) -> None:
     """Unknown, mistyped and duplicate parameters are refused as in a body."""
-    assert problem(running.get(path))["code"] == "invalid-request"
+    found = problem(running.get(path))
+    assert (found["code"], bool(found["hint"])) == ("invalid-request", True)
 
 
 def test_a_body_over_the_limit_is_refused_by_its_announced_length(running: Daemon) -> None:

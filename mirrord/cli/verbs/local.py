@@ -234,7 +234,9 @@ def verify_seal(
     target = path or root
     assert target is not None
     if not target.exists():
-        raise errors.PathNotFoundError(f"cannot verify {target}: no such path")
+        raise errors.PathNotFoundError(
+            f"cannot verify {target}: no such path", hint="name a repository or a checkout"
+        )
     known_by = _mirror_path(session, mirror) if mirror else _mirror_of(target.resolve())
     report: SealReport | RootReport
     if root and known_by:
