@@ -15,6 +15,7 @@ from .start import enter_home, read_options
 options = read_options()
 settings = enter_home(options)
 
+from ..host.processes import share_arenas
 from ..workers.pool import FORK_SERVER
 
 # 1,000 clients and their checkouts need more than a login's 1,024 descriptors
@@ -23,6 +24,7 @@ _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 soft = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
+share_arenas()  # before there are threads
 os.umask(0o022)  # as git expects for a checkout's files; private files set their own mode
 
 # it loads these modules on another processor while the daemon loads

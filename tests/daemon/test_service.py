@@ -12,7 +12,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import anyone
@@ -53,6 +55,31 @@ def ended(made: Daemon) -> tuple[int, str]:
     status = made.process.wait(60)
     made.process = None
     return status, made.log
+
+
+def heaps_of_threads(pid: int) -> list[int]:
+    """The 64 MiB that glibc reserves for each arena but the first: a part in use, and the rest of them."""
+    regions = []
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        span, mode, _ = line.split(maxsplit=2)
+        start, end = (int(place, 16) for place in span.split("-"))
+        regions.append((start, end, mode))
+    size = 64 * 1024**2
+    return [
+        start
+        for (start, end, mode), rest in pairwise(regions)
+        if mode == "rw-p" and start % size == 0 and rest == (end, start + size, "---p")
+    ]
+
+
+def test_its_threads_share_two_arenas(running: Daemon) -> None:
+    """What threads freed is kept for the next ones, instead of once for each."""
+    assert running.process
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: running.get("/v1/status")[0], range(64)))
+    assert set(answers) == {200}
+    assert len(os.listdir(f"/proc/{running.process.pid}/task")) > 4
+    assert len(heaps_of_threads(running.process.pid)) == 1
 
 
 def test_it_serves_and_stops_on_sigterm_with_status_0() -> None:
