@@ -5,6 +5,7 @@ full disk takes is as one that is no longer among the newest: its client has the
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..catalog import KEPT, Catalog, ReceiptRow
@@ -26,6 +27,7 @@ class ReceiptRecords:
     def __post_init__(self) -> None:
         self._unwritten: dict[str, ReceiptRow] = {}  # oldest first
         self._writing: asyncio.Task[None] | None = None
+        self._next_written = asyncio.Event()
 
     async def keep(self, row: ReceiptRow) -> None:
         """Write a record, together with all that wait; returns after half a second at most."""
@@ -34,23 +36,21 @@ class ReceiptRecords:
             del self._unwritten[next(iter(self._unwritten))]
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write())
-        await self._written(_WAIT_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._next_written.wait(), _WAIT_S)
 
     async def find(self, identity: str) -> ReceiptRow | None:
         return self._unwritten.get(identity) or await self.catalog.find_receipt(identity)
 
     async def close(self) -> None:
         """Write what is left, if that is possible within seconds."""
-        await self._written(_CLOSE_S)
         if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=_CLOSE_S)
             self._writing.cancel()
-
-    async def _written(self, timeout_s: float) -> None:
-        if self._writing is not None:
-            await asyncio.wait([self._writing], timeout=timeout_s)
 
     async def _write(self) -> None:
         while rows := list(self._unwritten.values()):
+            written, self._next_written = self._next_written, asyncio.Event()
             try:
                 await self.catalog.put_receipts(rows)
             except MirrordError as error:
@@ -58,3 +58,4 @@ class ReceiptRecords:
                 log.warning("receipt.not_kept", checkouts=lost, detail=error.message)
             for row in rows:
                 self._unwritten.pop(row.id, None)
+            written.set()
