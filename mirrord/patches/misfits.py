@@ -6,9 +6,10 @@ from itertools import pairwise
 
 from ..errors import MirrordError
 from ..host.files import shown_path
-from .fit import DIRECTORY, UNTRACKED, MisfitError, Splice, Tree, splice, splice_fuzzily
+from .fit import DIRECTORY, UNTRACKED, Splice, Tree
 from .parse import LIMIT_BYTES, SUBMODULE, FilePatch, NeedsGitError, parse
 from .repairs import HUNK, to_lf, unwrap
+from .splicing import MisfitError, splice, splice_fuzzily
 
 # git 2.39 says `line N`; later ones name the input, here their standard one
 _CORRUPT = re.compile(r"corrupt patch at (?:line |<stdin>:)(\d+)")

@@ -33,15 +33,12 @@ from .fit import (
     UNTRACKED,
     Change,
     File,
-    MisfitError,
     Patched,
     Results,
     Splice,
     Tree,
     find_obstacle,
     fit,
-    splice,
-    splice_fuzzily,
 )
 from .lfs import PointedTree, names_pointers, with_objects
 from .misfits import with_hunk
@@ -58,6 +55,7 @@ from .parse import (
 )
 from .pointers import move
 from .repairs import has_crlf_headers, recount, squeeze_blanks, strip_blanks, to_crlf, to_lf, unwrap
+from .splicing import MisfitError, splice, splice_fuzzily
 
 # what is written is read at once and removed: a flush of each of 20 files took 100 ms
 _UNFLUSHED = ("-c", "core.fsync=none", "-c", "core.compression=0")

@@ -16,8 +16,9 @@ from random_patches import EMPTY, REGULAR, SYMLINK, Files, MemoryTree, Oracle
 from mirrord.errors import MirrordError
 from mirrord.model import ApplyStrategy, FoundStrategy
 from mirrord.patches import fit
-from mirrord.patches.fit import File, MisfitError, splice, splice_fuzzily
+from mirrord.patches.fit import File
 from mirrord.patches.parse import NeedsGitError, parse
+from mirrord.patches.splicing import MisfitError, splice, splice_fuzzily
 from mirrord.patches.strategies import apply_patch
 from mirrord.trees.manifest import blob_id
 
