@@ -1,4 +1,7 @@
-"""Queries about what base commits need from elsewhere: submodules and LFS objects."""
+"""Queries about what base commits need from elsewhere: submodules and LFS objects.
+
+A commit that was read and needs nothing has a row without facts, so that no import reads it again.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -19,13 +22,13 @@ def find_composition(connection: Connection, key: str, commit: CommitId) -> Comp
     """Find what a base commit needs; None where nothing is."""
     is_it = and_(needs.c.mirror_key == key, needs.c.commit_id == commit)
     record = connection.execute(select(needs.c.facts).where(is_it)).scalar()
-    return None if record is None else _read(record)
+    return _read(record) if record else None
 
 
 def list_compositions(
     connection: Connection, keys: Iterable[str]
 ) -> dict[tuple[str, CommitId], Composition]:
-    """List what the base commits of mirrors need, by mirror key and commit."""
+    """List what the base commits of mirrors that were read need, by mirror key and commit."""
     query = select(needs.c.mirror_key, needs.c.commit_id, needs.c.facts)
     return {
         (key, CommitId(commit)): _read(facts)
@@ -35,6 +38,8 @@ def list_compositions(
 
 
 def _read(record: dict[str, Any]) -> Composition:
+    if not record:
+        return Composition()
     modules = tuple(Module(*fact) for fact in record["modules"])
     missing = tuple((path, reason) for path, reason in record["missing"])
     return Composition(**{**record, "modules": modules, "missing": missing})
@@ -42,6 +47,8 @@ def _read(record: dict[str, Any]) -> Composition:
 
 def _facts(composition: Composition) -> dict[str, Any]:
     """Return what `_read` reads. JSON writes tuples as lists; `asdict` would copy each first."""
+    if composition == Composition():
+        return {}
     return {field.name: getattr(composition, field.name) for field in fields(composition)}
 
 
@@ -77,10 +84,9 @@ def put_compositions(connection: Connection, dataset_id: int, compositions: Comp
     rows = set[tuple[str, str, str, str]]()
     old, new = [], []
     for (key, commit), composition in compositions.items():
-        if composition != known.get((key, commit), Composition()):
+        if composition != known.get((key, commit)):
             old.append({"k": key, "c": commit})
-            if composition != Composition():
-                new.append({"mirror_key": key, "commit_id": commit, "facts": _facts(composition)})
+            new.append({"mirror_key": key, "commit_id": commit, "facts": _facts(composition)})
         rows |= {
             (identity, module.commit, module.mirror.lower(), module.mirror)
             for identity in based.get((key, commit), ())

@@ -40,6 +40,7 @@ COUNT_LIMIT = 200
 _NAME = re.compile(r"(?!-|/)(?!.*(?:^|/)\.{0,2}(?:/|$))(?!.*\.git(?:/|$))[^\x00-\x1f\\:]{1,200}")
 _TIMEOUT = timedelta(minutes=30)
 _BATCH = 50  # mirrors that one call of a worker reads
+_NOTHING = Composition()
 _ABSENT = "it is not here, and an import of the data set would ask for it"
 # the key of a mirror, and a base commit
 Key = tuple[str, CommitId]
@@ -136,15 +137,19 @@ class _Composing:
     ) -> dict[Key, Composition]:
         """List what an earlier import had whole and what is still here; its modules are pinned.
 
-        What a commit needs stays the same, so its tree is not read again.
+        What a commit needs stays the same, so its tree is not read again; most need nothing.
         """
         if not self.asks or not self.mirrors.settings().datasets.submodules:
             return {}
-        names = {row.name.key: row.name for row in await self.mirrors.catalog.list_mirrors()}
         whole = {
             base: it for base, it in earlier.items()
             if base[1] in bases[base[0]] and not it.missing and not it.lfs_missing
         }  # fmt: skip
+        plain = {base: it for base, it in whole.items() if it == _NOTHING}
+        whole = {base: it for base, it in whole.items() if base not in plain}
+        if not whole:
+            return plain
+        names = {row.name.key: row.name for row in await self.mirrors.catalog.list_mirrors()}
         parts = {
             base: {(it.mirror.lower(), CommitId(it.commit)) for it in composition.modules}
             for base, composition in whole.items()
@@ -161,7 +166,7 @@ class _Composing:
             self.mirrors, self.dataset, {key: names[key] for key in pins}, pins, {}, self.sink
         )
         targets = {key: whole_path(templates, str(names[key])) for key in had}
-        return {
+        return plain | {
             base: it
             for base, it in whole.items()
             if base[0] in had

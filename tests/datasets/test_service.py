@@ -675,6 +675,43 @@ def test_a_cancelled_import_leaves_the_old_dataset_and_the_next_one_repairs(
     house.run(body)
 
 
+def test_an_unchanged_import_reads_no_tree_and_yet_sees_damage(
+    house: Builder, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases = upstream.history(3)
+
+    async def body(house: House) -> None:
+        rows = [row(name, base) for name, base in zip("abc", bases, strict=True)]
+        await house.take(rows)
+        run, calls = house.mirrors.workers.run, list[str]()
+
+        async def note(function: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(function.__name__)
+            return await run(function, *args, **kwargs)
+
+        monkeypatch.setattr(house.mirrors.workers, "run", note)
+        assert (await house.take(rows))["change"]["unchanged_count"] == 3
+        assert calls == ["read_dataset", "are_proven", "replace_dataset"]
+        calls.clear()
+        newer = upstream.commit({"new": "line\n"})
+        await house.take([*rows, row("d", newer)])
+        assert calls.count("read_all_needs") == 1
+        for pack in house.mirrors.path(NAME).glob("objects/pack/*.pack"):
+            pack.rename(house.root / pack.name)
+        ensure, refused = house.mirrors.ensure_commits, set[str]()
+
+        async def look(*args: Any) -> dict[CommitId, str]:
+            answer = await ensure(*args)
+            refused.update(answer)
+            return answer
+
+        monkeypatch.setattr(house.mirrors, "ensure_commits", look)
+        await house.take(rows)
+        assert refused == {*bases}
+
+    house.run(body)
+
+
 def test_a_dataset_whose_pins_are_gone_says_so_and_importing_again_repairs(
     house: Builder, upstream: Upstream
 ) -> None:
