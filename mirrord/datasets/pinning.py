@@ -45,6 +45,50 @@ def owner_of(dataset: str) -> str:
     return f"dataset/{dataset}"
 
 
+class Standing(NamedTuple):
+    """A dataset's pins with their reasons, by mirror key; `whole` are mirrors that have all of
+    theirs, each with a proof.
+    """
+
+    pins: dict[str, dict[CommitId, str]]
+    whole: set[str]
+
+    def same(
+        self,
+        names: Collection[str],
+        commits: Mapping[str, Mapping[CommitId, str]],
+        revisions: Mapping[str, Collection[str]],
+    ) -> set[str]:
+        """Return the keys of mirrors of which an import asks for nothing but pins that stand."""
+        return {
+            key
+            for key in self.whole.intersection(names)
+            if not revisions.get(key) and self.pins[key].items() >= commits.get(key, {}).items()
+        }
+
+
+async def list_standing(
+    mirrors: Mirrors, dataset: DatasetName, keys: Collection[str] | None = None
+) -> Standing:
+    """Look at the pins of a dataset, in all its mirrors or in some."""
+    names: dict[str, MirrorName] = {}
+    standing = Standing({}, set())
+    for row in await mirrors.catalog.list_pins(owner=owner_of(dataset)):
+        if keys is None or row.mirror.key in keys:
+            names[row.mirror.key] = row.mirror
+            standing.pins.setdefault(row.mirror.key, {})[row.commit] = row.reason
+
+    async def look(batch: Sequence[MirrorName]) -> None:
+        asked = {name: standing.pins[name.key].keys() for name in batch}
+        with suppress(MirrordError):  # each is looked at alone then
+            pinned = await mirrors.list_pinned(asked, owner_of(dataset))
+            standing.whole.update(name.key for name in pinned)
+
+    had = [*names.values()]
+    await together(look(had[first : first + _BATCH]) for first in range(0, len(had), _BATCH))
+    return standing
+
+
 async def pin_all(
     mirrors: Mirrors,
     dataset: DatasetName,
@@ -55,10 +99,12 @@ async def pin_all(
     *,
     is_synced: bool = False,
     urls: Mapping[str, str] = MappingProxyType({}),
+    standing: Standing | None = None,
 ) -> dict[str, PinOutcome]:
     """Pin all commits that can be pinned, and those of `revisions`. All arguments by mirror key.
 
     `urls` are the upstreams of mirrors that do not exist yet, where they are not the configured.
+    `standing` is what was looked at already.
 
     A mirror that lacks some is synced once more, unless it was just synced (`is_synced`). `commits`
     map to their pin's reason. Progress counts commits, of mirrors that can be had; its
@@ -66,7 +112,9 @@ async def pin_all(
     """
     total, done = sum(map(len, (*commits.values(), *revisions.values()))), 0
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
-    same = set() if is_synced else await _list_same(mirrors, dataset, names, commits, revisions)
+    if standing is None and not is_synced:
+        standing = await list_standing(mirrors, dataset, names)
+    same = standing.same(names, commits, revisions) if standing else set[str]()
     outcomes = {key: PinOutcome({}, {}) for key in same}
     done += sum(len(commits.get(key, {})) for key in same)
 
@@ -105,33 +153,6 @@ async def pin_all(
 
 
 _BATCH = 200  # mirrors that a worker looks at in one call
-
-
-async def _list_same(
-    mirrors: Mirrors,
-    dataset: DatasetName,
-    names: Mapping[str, MirrorName],
-    commits: Mapping[str, Mapping[CommitId, str]],
-    revisions: Mapping[str, Collection[str]],
-) -> set[str]:
-    """Return the keys of mirrors of which an import asks for nothing but pins that stand."""
-    pins: dict[str, dict[CommitId, str]] = {}
-    for row in await mirrors.catalog.list_pins(owner=owner_of(dataset)):
-        pins.setdefault(row.mirror.key, {})[row.commit] = row.reason
-    had = [
-        names[key]
-        for key in pins.keys() & names.keys()
-        if not revisions.get(key) and pins[key].items() >= commits.get(key, {}).items()
-    ]
-    same = set[str]()
-
-    async def look(batch: Sequence[MirrorName]) -> None:
-        asked = {name: commits.get(name.key, {}).keys() for name in batch}
-        with suppress(MirrordError):  # each is looked at alone then
-            same.update(name.key for name in await mirrors.list_pinned(asked, owner_of(dataset)))
-
-    await together(look(had[first : first + _BATCH]) for first in range(0, len(had), _BATCH))
-    return same
 
 
 async def _pin(

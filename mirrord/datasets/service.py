@@ -19,6 +19,7 @@ import anyio
 
 from .. import errors
 from ..catalog import ALL_COMMITS, Composition, DatasetHead, PinRow
+from ..jobs.operations import task_group
 from ..mirrors.pins import ADOPTED
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
@@ -48,6 +49,8 @@ from .lookups import Lookups
 from .pinning import (
     PinKeys,
     PinOutcome,
+    Standing,
+    list_standing,
     owner_of,
     pin_all,
     pin_key,
@@ -191,8 +194,12 @@ class Datasets(Lookups):
         source = quote_name(file.source)
         async with self._exclusive(owner_of(dataset)), self._import_directory() as directory:
             spool = directory / "rows.jsonl"
-            read = await self._read(file, spool)
-            return await self._replace(dataset, read, source, spool, progress)
+            async with task_group() as beside:
+                # other workers look while one reads: an unchanged import is little else
+                looking = beside.create_task(list_standing(self._mirrors, dataset))
+                read = await self._read(file, spool)
+            standing = looking.result()
+            return await self._replace(dataset, read, source, spool, progress, standing)
 
     async def _read(self, file: DatasetFile, spool: Path) -> ReadResult:
         settings = self._mirrors.settings()
@@ -213,6 +220,7 @@ class Datasets(Lookups):
         source: str,
         spool: Path,
         progress: ProgressSink | None,
+        standing: Standing,
     ) -> DatasetImported:
         owner = owner_of(dataset)
         before = frozenset(map(pin_key, await self._catalog.list_pins(owner=owner)))
@@ -220,7 +228,7 @@ class Datasets(Lookups):
         try:
             outcomes = await pin_all(
                 self._mirrors, dataset, read.names, read.commits, read.revisions, progress,
-                urls=read.urls,
+                urls=read.urls, standing=standing,
             )  # fmt: skip
             head = DatasetHead(
                 name=dataset,
