@@ -30,18 +30,12 @@ def _targets(client: mirrord.Client) -> Iterator[tuple[str, str]]:
 
 
 COMPLETED: dict[str, Callable[[mirrord.Client], Names]] = {
-    "mirror": lambda client: ((mirror.name, mirror.state) for mirror in client.list_mirrors()),
-    "dataset": lambda client: (
-        (dataset.name, dataset.format) for dataset in client.list_datasets()
-    ),
-    "instance": lambda client: ((instance.id, "") for instance in client.list_instances(None)),
+    "mirror": lambda client: ((it.name, it.state) for it in client.list_mirrors()),
+    "dataset": lambda client: ((it.name, it.format) for it in client.list_datasets()),
+    "instance": lambda client: ((it.id, "") for it in client.list_instances(None)),
     "checkout": _checkouts,
     "checkout or instance": _targets,
-    "environment": lambda client: (
-        (environment.key, environment.state) for environment in client.list_environments()
-    ),
-    "layer": lambda client: ((layer.id, layer.name) for layer in client.list_layers(None)),
-    "operation": lambda client: (
-        (operation.id, operation.kind) for operation in client.list_operations()
-    ),
+    "environment": lambda client: ((it.key, it.state) for it in client.list_environments()),
+    "layer": lambda client: ((it.id, it.name) for it in client.list_layers(None)),
+    "operation": lambda client: ((it.id, it.kind) for it in client.list_operations()),
 }

@@ -1,4 +1,4 @@
-"""The configuration: the table of settings, their values, and the reader of its file.
+"""The configuration: the table of settings, their values, the reader and the writer of its file.
 
 An invalid file is refused whole, and the daemon keeps its settings.
 """
@@ -20,10 +20,11 @@ from .settings import (
     merge_live,
     setting_keys,
 )
+from .writing import toml_lines
 
 __all__ = [
     "AccessSettings", "AppSettings", "AuditSettings", "CheckoutSettings", "CredentialSettings",
     "DatasetSettings", "DockerSettings",
     "EnvironmentSettings", "MirrorSettings", "Settings", "StoreSettings", "UpstreamSettings",
-    "compare", "load", "merge_live", "setting_keys",
+    "compare", "load", "merge_live", "setting_keys", "toml_lines",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from ... import config, errors
-from ...config import Settings
+from ...config import Settings, toml_lines
 from ...doctor import Check, examine, installer, user_service
 from ...doctor.repairs import Repaired, repair
 from ...model import History, MirrorName, parse_commit
@@ -118,31 +118,13 @@ def config_show(session: Session) -> None:
         path = session.config_path
         values = _without_secrets(config.load(path))
         source = f"{reason}; read from {path or 'no file: the defaults'}"
-    session.answer(values, _toml(values))
+    session.answer(values, toml_lines(values))
     session.note(source)
 
 
 def _without_secrets(settings: Settings) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(masked(settings.model_dump_json()))
     return values
-
-
-_ARRAYS_OF_TABLES = ("credential", "mirror", "rule")  # empty, they are left out of TOML
-
-
-def _toml(values: dict[str, Any], above: str = "") -> Iterator[str]:
-    """Yield TOML; its strings, numbers, booleans and arrays are those of JSON."""
-    tables: list[tuple[str, dict[str, Any]]] = []  # after plain values
-    for key, value in values.items():
-        if isinstance(value, dict):
-            tables.append((f"[{above}{key}]", value))
-        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            tables += [(f"[[{above}{key}]]", item) for item in value]
-        elif value is not None and (value or key not in _ARRAYS_OF_TABLES):
-            yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
-    for header, table in tables:
-        yield f"\n{header}"
-        yield from _toml(table, f"{header.strip('[]')}.")
 
 
 def doctor(
