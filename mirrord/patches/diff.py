@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ..errors import TooLargeError, full_disk_named
 from ..git.command import run_git_sync
-from ..git.objects.trees import BaseTree, ScratchObjects, TreeEntry, make_repository
+from ..git.objects.scratch import ScratchObjects, make_repository
+from ..git.objects.trees import BaseTree, TreeEntry
 from ..git.patterns import Ignores
 from ..host.files import shown_path, write_all
 from ..host.trash import remove_tree

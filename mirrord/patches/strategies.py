@@ -16,7 +16,8 @@ from signal import SIGABRT
 from ..errors import InvalidPatchError, MirrordError, PatchConflictError
 from ..git.command import run_git_sync
 from ..git.objects.repository import Objects
-from ..git.objects.trees import ScratchRepository, TreeEntry
+from ..git.objects.scratch import ScratchRepository
+from ..git.objects.trees import TreeEntry
 from ..host.files import shown_path
 from ..host.trash import remove_tree
 from ..model import (

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from ..errors import ProofFailedError
-from ..git.objects.trees import tree_bytes
+from ..git.objects.scratch import tree_bytes
 from ..host.ctimes import may_forge_ctimes
 from ..host.files import mounted_on, open_beneath, open_child, open_top, opened, shown_path
 from ..host.processes import ActingAs, Owner

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ...errors import MirrordError, full_disk_named
 from ...git.command import run_git_sync
-from ...git.objects.trees import make_repository
+from ...git.objects.scratch import make_repository
 from ...host.files import make_whiteout, read_plain
 from ...host.trash import remove_tree
 from ...model import CommitId

@@ -16,8 +16,9 @@ from ..command import run_git_sync
 from ..lfs import POINTER_BYTES, Pointer, parse_pointer, read_object
 from ..patterns import Attributes
 from .repository import Objects, open_objects, read_commit
+from .scratch import ScratchObjects, make_repository
 from .text import is_of_lfs
-from .trees import BaseTree, ScratchObjects, make_repository
+from .trees import BaseTree
 
 _TREE, _SUBMODULE, _FILE, _KIND = 0o040000, 0o160000, 0o100000, 0o170000
 

@@ -1,32 +1,23 @@
-"""Trees: walking, comparing and measuring them; new blobs and trees outside of a repository.
+"""Trees: walking, comparing and measuring them.
 
 Trees are parsed from their raw bytes, because a mirrored repository may have hostile ones. Names
 that would leave the tree or write into `.git` are refused here, for every user of a tree.
 """
 
-import errno
-import hashlib
-import os
 import re
-import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import cache
 from itertools import islice
 from operator import attrgetter
-from pathlib import Path
 from typing import NamedTuple
 
-import pygit2
 from cachetools import cachedmethod
-from pygit2.enums import FileMode, ObjectType
+from pygit2.enums import ObjectType
 
 from ...errors import CommitUnservableError, TooLargeError
-from ...host.files import free_bytes
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
 from ...quoting import decode_name
-from .repository import Objects, lenders_of, tree_entries
+from .repository import Objects, tree_entries
 
 # A larger tree is refused with 422 `tree-too-large`, before a byte of it is written.
 ENTRIES_LIMIT = 1_000_000
@@ -34,7 +25,7 @@ FILE_LIMIT_BYTES = 1024**3
 TREE_LIMIT_BYTES = 64 * 1024**3
 
 # git's modes of entries (`git help fast-import`)
-_TREE, _SUBMODULE, _SYMLINK, _FILE = 0o040000, 0o160000, 0o120000, 0o100000
+TREE_MODE, _SUBMODULE, _SYMLINK, _FILE = 0o040000, 0o160000, 0o120000, 0o100000
 _RawEntry = tuple[bytes, bytes, bytes]  # mode, name, id
 # Linux's, with the final zero: a longer target of a link cannot be made
 _PATH_MAX = 4096
@@ -49,7 +40,7 @@ class TreeEntry(NamedTuple):
 
     @property
     def is_tree(self) -> bool:
-        return self.mode == _TREE
+        return self.mode == TREE_MODE
 
     @property
     def is_submodule(self) -> bool:
@@ -273,7 +264,7 @@ def _entries(tree: str, raw: list[_RawEntry], above: bytes) -> list[TreeEntry]:
         raise _too_deep(tree)
     for octal, name, oid in raw:
         mode = int(octal, 8)
-        if mode not in (_TREE, _SUBMODULE, _SYMLINK) and mode & 0o170000 != _FILE:
+        if mode not in (TREE_MODE, _SUBMODULE, _SYMLINK) and mode & 0o170000 != _FILE:
             raise _unservable(tree, f"its entry {_shown(name)} has mode {mode:o}")
         if b"/" in name or name in (b"", b".", b"..") or len(name) > NAME_LIMIT_BYTES:
             raise _unservable(tree, f"its entry {_shown(name)} is not a valid file name")
@@ -313,140 +304,3 @@ def _unservable(tree: str, fact: str) -> CommitUnservableError:
         hint="git does not check out such a tree either; leave the commit out",
         tree=tree,
     )
-
-
-# -- new blobs, trees and an index, outside of any mirror ------------------------------------------
-
-_CONFIG = "[core]\n\trepositoryformatversion = 0\n\tbare = false\n\tfilemode = true\n"
-
-
-class ScratchRepository:
-    """A private repository for one git: an index of a few paths, and their blobs.
-
-    Made at `git_dir`, which must not exist.
-    """
-
-    def __init__(self, git_dir: Path) -> None:
-        (git_dir / "objects/info").mkdir(parents=True)
-        make_repository(git_dir)
-        self.git_dir = git_dir
-        self._repository = pygit2.Repository(str(git_dir))
-        self._objects = ScratchObjects(git_dir / "objects")
-
-    def write_blob(self, data: bytes) -> str:
-        with _write_errors(self.git_dir):
-            return self._objects.store_blob(data)
-
-    def read_blob(self, oid: str) -> bytes:
-        return self._repository[oid].read_raw()
-
-    def write_index(self, entries: Iterable[TreeEntry]) -> None:
-        index = pygit2.Index(str(self.git_dir / "index"))
-        for entry in entries:
-            oid, mode = pygit2.Oid(hex=entry.oid), FileMode(entry.mode)
-            # a name need not be UTF-8; pygit2 (1.21) accepts bytes, against its own types
-            index.add(pygit2.IndexEntry(entry.path, oid, mode))  # type: ignore[arg-type]
-        with _write_errors(self.git_dir):
-            index.write()
-
-    def read_index(self) -> list[TreeEntry]:
-        index = pygit2.Index(str(self.git_dir / "index"))
-        index.read(force=True)
-        return [TreeEntry(os.fsencode(item.path), int(item.mode), str(item.id)) for item in index]
-
-
-# pygit2's errors have no errno: a failed write on a disk with less was for want of room
-_NEARLY_FULL_BYTES = 1024**2
-
-
-@contextmanager
-def _write_errors(directory: Path) -> Iterator[None]:
-    """Turn an error of libgit2 into an OSError: it says "no error" of a full disk (1.9.7)."""
-    try:
-        yield
-    except pygit2.GitError as error:
-        number = errno.EIO if free_bytes(directory) > _NEARLY_FULL_BYTES else errno.ENOSPC
-        raise OSError(number, os.strerror(number), str(directory)) from error
-
-
-def make_repository(git_dir: Path, *, borrows_from: Sequence[Path] = ()) -> None:
-    """Make a repository around `git_dir/objects`; `borrows_from` become its alternates, with
-    those from which they borrow themselves, and those that it had.
-    """
-    (git_dir / "refs").mkdir(exist_ok=True)
-    (git_dir / "objects/info").mkdir(exist_ok=True)
-    lenders = [lender / "objects" for lender in borrows_from]
-    lenders += (Path(os.path.normpath(far)) for near in lenders for far in lenders_of(near))
-    if lenders:
-        file = git_dir / "objects/info/alternates"
-        before = os.fsdecode(file.read_bytes()).splitlines() if file.exists() else ()
-        paths = (os.path.relpath(lender, git_dir / "objects") for lender in lenders)
-        lines = "".join(f"{path}\n" for path in dict.fromkeys((*before, *paths)))
-        file.with_name("alternates.new").write_bytes(os.fsencode(lines))
-        file.with_name("alternates.new").rename(file)
-    (git_dir / "config").write_text(_CONFIG)
-    (git_dir / "HEAD").write_text("ref: refs/heads/none\n")
-
-
-_COPIED_BYTES = 16 * 1024**2  # libgit2 writes a larger one without a second copy in memory
-
-
-class ScratchObjects:
-    """An object directory, as for GIT_OBJECT_DIRECTORY."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-        self._odb = pygit2.Odb(str(directory))
-
-    def write_blob(self, data: bytes) -> str:
-        return str(self._odb.write(ObjectType.BLOB, data))
-
-    def store_blob(self, data: bytes) -> str:
-        """Write a blob for a moment, without compression; libgit2 takes 20 ms for 300 kB."""
-        if len(data) > _COPIED_BYTES:
-            return self.write_blob(data)
-        content = b"blob %d\0" % len(data) + data
-        oid = hashlib.sha1(content, usedforsecurity=False).hexdigest()
-        file = self._directory / oid[:2] / oid[2:]
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(zlib.compress(content, 0))
-        return oid
-
-    def write_tree(self, base: BaseTree, edits: Mapping[bytes, tuple[int, str] | None]) -> str:
-        """Write `base` with paths changed to a mode and id, or removed (None); return its id.
-
-        Only the directories of changed paths are written, the deepest first.
-        """
-        pending: defaultdict[bytes, dict[bytes, tuple[int, str] | None]] = defaultdict(dict)
-        for path, entry in edits.items():
-            above, _, name = path.rpartition(b"/")
-            pending[above][name] = entry
-            while above:
-                above = above.rpartition(b"/")[0]
-                pending.setdefault(above, {})
-        directories = sorted(pending, key=lambda path: path.count(b"/") + bool(path), reverse=True)
-        for directory in directories:
-            names = base.names_in(directory) | pending[directory]
-            kept = [(pair[0], name, bytes.fromhex(pair[1])) for name, pair in names.items() if pair]
-            above, _, name = directory.rpartition(b"/")
-            if kept or not directory:
-                written = str(self._odb.write(ObjectType.TREE, tree_bytes(kept)))
-                if not directory:
-                    return written
-                pending[above][name] = _TREE, written
-            else:
-                pending[above].setdefault(name, None)
-        return base.oid
-
-
-def tree_bytes(entries: Iterable[tuple[int, bytes, bytes]]) -> bytes:
-    """Encode a tree object from modes, names and raw ids in any order.
-
-    git sorts a directory as if its name ended with a slash.
-    """
-    rows = [
-        (name + b"/" if mode == _TREE else name, b"%o %s\0%s" % (mode, name, oid))
-        for mode, name, oid in entries
-    ]
-    return b"".join(row for _, row in sorted(rows))
