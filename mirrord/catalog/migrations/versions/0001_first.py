@@ -42,6 +42,7 @@ def upgrade() -> None:
         sa.Index("pins_by_owner", "owner"),
     )
     _create_datasets()
+    _create_needs()
     _create_documents()
     _create_fleet()
 
@@ -97,6 +98,9 @@ def _create_datasets() -> None:
             postgresql_where=_UNRESOLVED,
         ),
     )
+
+
+def _create_needs() -> None:
     op.create_table(
         "needs",
         sa.Column("mirror_key", sa.Text, primary_key=True),
