@@ -355,6 +355,15 @@ def test_the_dataset_first_imported_answers_for_an_id_that_several_have(
         found = await catalog.find_instance("a")
         assert found is not None
         assert (found.dataset, found.base_commit) == ("zoo", commit(3))
+        assert await catalog.list_ambiguous("ant") == []
+        others = {"fail_to_pass": ("t9",)}, {"test_patch": "+9"}, {"install_config": {"a": 1}}
+        for other in others:
+            await put(catalog, tmp_path, [replace(instance("a", base=3), **other)], name="ant")
+            with pytest.raises(InstanceAmbiguousError):
+                await catalog.find_instance("a")
+            (told,) = await catalog.list_ambiguous("ant")
+            assert (told.id, told.datasets) == ("a", ["ant", "zoo"])
+        await put(catalog, tmp_path, [instance("a", base=3)], name="ant")
         await catalog.delete_dataset("zoo")
         found = await catalog.find_instance("a")
         assert found is not None
