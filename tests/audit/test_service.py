@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import anyio
@@ -554,7 +555,8 @@ def test_an_audit_that_a_crash_ended_goes_on_after_the_start(
     async def begin(daemon: Daemon) -> None:
         await mirrors_of(daemon, upstream, 3)
         partial = await interrupted_after(daemon, 1, StartAudit())
-        with sqlite3.connect(daemon.state_dir / "catalog.sqlite3") as catalog:
+        place = daemon.state_dir / "catalog.sqlite3"
+        with closing(sqlite3.connect(place)) as catalog, catalog:
             catalog.execute("DELETE FROM audits WHERE id = ?", [partial.id])
 
     async def go_on(daemon: Daemon) -> None:

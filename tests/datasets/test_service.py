@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -559,7 +560,8 @@ def test_a_start_waits_for_an_import_that_a_worker_of_the_killed_daemon_commits(
         left.mkdir()
         write_journal(left, "dataset/lite", frozenset({(NAME.key, first)}))
         catalog = house.root / "state" / "catalog.sqlite3"
-        with sqlite3.connect(catalog, isolation_level=None, check_same_thread=False) as worker:
+        connection = sqlite3.connect(catalog, isolation_level=None, check_same_thread=False)
+        with closing(connection) as worker:
             worker.execute("BEGIN IMMEDIATE")
             worker.execute("UPDATE instances SET base_commit = ?", [second])
             worker.execute("UPDATE recorded_commits SET commit_id = ?", [second])
