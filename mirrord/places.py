@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 from stat import S_IMODE
@@ -11,6 +12,7 @@ from .model import shown
 from .quoting import decode_name
 
 _SYSTEM_SOCKET = Path("/run/mirrord/mirrord.sock")
+_DEBIAN = "/usr/lib/mirrord"  # as packaging/deb.py has it
 # where docker looks for the volume driver `mirrord`
 DOCKER_SOCKET = Path("/run/docker/plugins/mirrord.sock")
 
@@ -95,6 +97,13 @@ def _default_sockets(state_dir: Path) -> list[Path]:
         if runtime.stat().st_uid == uid:
             sockets.insert(0, runtime / "mirrord/mirrord.sock")
     return sockets
+
+
+def how_to_get(extra: str) -> str:
+    """Say how to install the packages of an extra. The Debian package has no pip inside."""
+    if sys.prefix == _DEBIAN:
+        return "install the Debian package mirrord-full"
+    return f"install it beside mirrord: pip install 'mirrord[{extra}]'"
 
 
 def named_socket(named: Path | str | None, config_path: Path | str | None) -> Path | None:

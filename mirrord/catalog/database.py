@@ -26,6 +26,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from .. import errors
 from ..host.files import is_read_only
 from ..jsontext import dumps
+from ..places import how_to_get
 from ..telemetry import log, masked
 from .schema import HEAD, metadata, version
 
@@ -245,7 +246,7 @@ def _load_postgresql() -> ModuleType:
         from . import postgresql  # noqa: PLC0415
     except ImportError as error:
         raise errors.ResourceError(
-            f"cannot use PostgreSQL: {error}", hint="install it: pip install 'mirrord[fleet]'"
+            f"cannot use PostgreSQL: {error}", hint=how_to_get("fleet")
         ) from error
     return postgresql
 

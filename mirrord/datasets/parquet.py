@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import ResourceError
 from ..model import shown
+from ..places import how_to_get
 from .elements import ELEMENT_LIMIT_BYTES
 from .rows import RawRow, refused
 
@@ -60,7 +61,7 @@ def import_pyarrow(source: str) -> Any:
     except ImportError as error:
         raise ResourceError(
             f"cannot read dataset {shown(source)}: Parquet and Arrow files need pyarrow",
-            hint="install mirrord[parquet], or convert the file to JSON Lines",
+            hint=f"{how_to_get('parquet')}, or convert the file to JSON Lines",
         ) from error
 
 

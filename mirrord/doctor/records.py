@@ -9,6 +9,7 @@ from ..config import Settings
 from ..errors import MirrordError
 from ..git.command import run_git_sync
 from ..model import MirrorName
+from ..places import how_to_get
 from .checks import Result, entries, judge
 
 _RECORDED = (
@@ -76,7 +77,7 @@ def store(settings: Settings) -> Result:
 
         ObjectStore(settings.store.url).check()
     except ImportError:
-        return "fail", "obstore is not installed", "pip install 'mirrord[fleet]'"
+        return "fail", "obstore is not installed", how_to_get("fleet")
     except MirrordError as error:
         return "fail", error.message, error.hint or ""
     return "ok", f"{settings.store.url} answers, with conditional writes", ""

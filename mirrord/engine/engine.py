@@ -53,7 +53,7 @@ from ..jobs.watch import Watch, signature_of
 from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import default_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now
-from ..places import Layout
+from ..places import Layout, how_to_get
 from ..protocol import Activity, Configuration, DatasetSummary, Mirror, ReloadAnswer, Status
 from ..templates.builder import StoreBuilder
 from ..templates.environments import EnvironmentStore
@@ -183,7 +183,7 @@ class Engine:
             from ..fleet.service import Fleet, read_node  # noqa: PLC0415
         except ImportError as error:
             fact = "cannot use [store] url: obstore is not installed"
-            raise InvalidConfigError(fact, hint="pip install 'mirrord[fleet]'") from error
+            raise InvalidConfigError(fact, hint=how_to_get("fleet")) from error
         self.catalog.node = await anyio.to_thread.run_sync(read_node, self.layout.root)
         store = await anyio.to_thread.run_sync(ObjectStore, self._settings.store.url)
         fleet = Fleet(store, self.bundles)

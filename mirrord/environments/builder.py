@@ -28,6 +28,7 @@ from ..host.children import NOTHING, Child, start
 from ..host.processes import Owner, is_mapped, may_give_files_away
 from ..jsontext import loads
 from ..model import Isolation
+from ..places import how_to_get
 from ..sandbox.direct import best, isolate
 from .bounds import BuildBounds
 from .steps import Order, box_of, steps_of
@@ -135,7 +136,7 @@ def find_uv() -> str:
         return str(importlib.import_module("uv").find_uv_bin())
     raise ResourceError(
         "cannot build environments: uv is not installed",
-        hint='install it beside mirrord: `pip install "mirrord[environments]"`',
+        hint=how_to_get("environments"),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import StoreUnavailableError
+from ..places import how_to_get
 
 
 @contextmanager
@@ -15,6 +16,5 @@ def with_obstore() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        hint = "pip install 'mirrord[fleet]'"
         reason = "cannot use the store: obstore is not installed"
-        raise StoreUnavailableError(reason, hint=hint) from error
+        raise StoreUnavailableError(reason, hint=how_to_get("fleet")) from error

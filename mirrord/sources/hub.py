@@ -27,6 +27,7 @@ from ..errors import (
     UsageError,
 )
 from ..model import shown
+from ..places import how_to_get
 from . import folders
 from .opening import Source, open_file, with_origins
 
@@ -111,7 +112,7 @@ class _Hub:
         except ImportError as error:
             raise ResourceError(
                 f"cannot download {name}: huggingface_hub is not installed",
-                hint="install it with: pip install 'mirrord[hub]'",
+                hint=how_to_get("hub"),
             ) from error
         utils = import_module("huggingface_hub.utils")
         utils.logging.set_verbosity_error()

@@ -156,6 +156,8 @@ def test_what_builds_of_environments_lack_is_told(
     found = check("")
     assert (found.verdict, found.fact) == ("warn", "uv is not installed")
     assert "mirrord[environments]" in found.remedy
+    monkeypatch.setattr(sys, "prefix", "/usr/lib/mirrord")  # as the Debian package has it
+    assert check("").remedy.endswith("install the Debian package mirrord-full")
 
 
 def test_a_daemon_that_holds_the_state_directory_is_named(tmp_path: Path) -> None:
