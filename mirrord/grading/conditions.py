@@ -9,10 +9,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
+from ..git.modes import SUBMODULE, SYMLINK
 from ..patches.fit import Change
 from ..quoting import decode_name, legible, quote_name
 from .configuration import keys, sections, tables
-from .context import SUBMODULE, SYMLINK, Context, is_test
+from .context import Context, is_test
 from .names import (
     LINKED_FILES,
     new_dependency,

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 import iniconfig
 
+from ..git.modes import SYMLINK
 from ..jsontext import loads
 from ..patches.fit import Change
-from .context import SYMLINK, Context
+from .context import Context
 
 T = TypeVar("T")
 

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from ..git.modes import SUBMODULE, SYMLINK
 from ..git.objects.trees import BaseTree
 from ..model import FoundStrategy
 from ..patches.fit import Change
 from ..trees.reader import parents
-
-SYMLINK, SUBMODULE = 0o120000, 0o160000
 
 # directories of tests; then names of files, as Python, Go and others, JavaScript and Java have them
 _TEST_PATH = re.compile(

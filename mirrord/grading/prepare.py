@@ -22,6 +22,7 @@ from cachetools import LRUCache
 
 from .. import errors
 from ..checkouts.backend import ChangedPaths
+from ..git.modes import REGULAR
 from ..git.objects.repository import Objects, open_objects
 from ..git.objects.text import Conversions
 from ..git.objects.trees import BaseTree, TreeEntry
@@ -342,7 +343,7 @@ def _judged(path: bytes, mode: int, context: Context, book: RuleBook) -> Iterato
         nested = b"/".join(parts[: parts.index(b".git") + 1])
         yield finding(book.named("git-directory"), nested, "left", "a repository in the tree")
     elif path not in context.changes and context.base.find(path) is None:
-        for rule, detail in iter_findings(book, Change(path, 0o100644, b"", None), context):
+        for rule, detail in iter_findings(book, Change(path, REGULAR, b"", None), context):
             yield finding(rule, path, "left", detail or "ignored")
 
 

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from ..errors import SteeringRefusedError
+from ..git.modes import SYMLINK
 from ..model import Policy, SteeringKind
 from ..patches.fit import Change
 from ..protocol import Steering
 from ..quoting import decode_name, quote_name
 from ..trees.reader import parents
 from .conditions import CONDITIONS
-from .context import SYMLINK, Context
+from .context import Context
 from .names import seen_through
 from .rules import Rule, RuleBook
 

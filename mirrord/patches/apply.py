@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from .. import errors
 from ..errors import full_disk_named
+from ..git.modes import DIRECTORY, EXECUTABLE, REGULAR, SUBMODULE
 from ..git.objects.repository import read_commit
 from ..git.objects.text import find_conversion
 from ..git.objects.trees import BaseTree, TreeEntry, walk
@@ -23,8 +24,7 @@ from ..model import TREE_DEPTH_LIMIT, ApplyStrategy, FoundStrategy
 from ..trees.manifest import blob_id
 from ..trees.reader import TreeReader, parents
 from .change import Expected, JournaledChange
-from .fit import DIRECTORY, UNTRACKED, BaseFiles, File
-from .parse import EXECUTABLE, REGULAR, SUBMODULE
+from .fit import UNTRACKED, BaseFiles, File
 from .strategies import apply_patch, is_within_limits, must_fit
 from .worktree import ATTRIBUTES, PatchJob, Worktree, denials_named, open_worktree, within
 

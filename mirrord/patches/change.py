@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckoutBusyError
+from ..git.modes import EXECUTABLE, SUBMODULE, SYMLINK
 from ..host.files import mounted_on, rename_new, shown_path
 from ..host.processes import ActingAs
 from ..trees.reader import TreeReader, parents
 from ..trees.writer import TreeWriter
 from . import journal as journals
 from .journal import Cleared, Journal, PathStep
-from .parse import EXECUTABLE, SUBMODULE, SYMLINK
 
 Contents = Callable[[bytes], bytes]
 Expected = Mapping[bytes, os.stat_result | None]

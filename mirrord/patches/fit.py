@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple, Protocol
 
+from ..git.modes import DIRECTORY, KIND, REGULAR, SUBMODULE, SYMLINK, file_mode
 from ..git.objects.repository import Objects
 from ..git.objects.trees import BaseTree, TreeEntry
 from ..model import TREE_DEPTH_LIMIT
 from ..trees.manifest import blob_id
 from ..trees.reader import parents
-from .parse import REGULAR, SUBMODULE, SYMLINK, FilePatch, Hunk, NeedsGitError
+from .parse import FilePatch, Hunk, NeedsGitError
 from .splicing import MisfitError
 
-DIRECTORY, UNTRACKED = 0o040000, 0
-# the bits of a mode that say what kind of file it is (S_IFMT)
-_FORMAT = 0o170000
+UNTRACKED = 0
 
 
 class File(NamedTuple):
@@ -153,22 +152,22 @@ def _mode_of(patch: FilePatch, before: File | None, *, reverse: bool) -> int:
         if reverse and patch.new_mode not in (0, REGULAR):
             raise NeedsGitError("the mode of a removed file, reversed")
         return _canonical(patch.new_mode or REGULAR)
-    if (patch.old_mode or before.mode) & _FORMAT != before.mode & _FORMAT:
+    if (patch.old_mode or before.mode) & KIND != before.mode & KIND:
         raise MisfitError
     if reverse and patch.new_mode and not patch.old_mode and patch.new_mode != before.mode:
         # git up to 2.43 takes the mode of an `index` line for the new one, later ones do not
         raise NeedsGitError("the mode of an index line, reversed")
     mode = patch.new_mode or before.mode
-    if mode & _FORMAT != before.mode & _FORMAT and not patch.is_delete:
+    if mode & KIND != before.mode & KIND and not patch.is_delete:
         raise MisfitError
     return _canonical(mode)
 
 
 def _canonical(mode: int) -> int:
-    if mode & _FORMAT == SYMLINK:
+    if mode & KIND == SYMLINK:
         return SYMLINK
     # as in git, the x bit of the owner decides
-    return 0o100755 if mode & 0o100 else REGULAR
+    return file_mode(mode)
 
 
 # stricter than verify_path with core.protectNTFS: such names are left to git

@@ -9,9 +9,9 @@ import re
 from functools import cache
 
 from ..git.lfs import POINTER_BYTES, Pointer, parse_pointer, pointer_bytes
+from ..git.modes import EXECUTABLE, REGULAR
 from ..host.files import shown_path
 from .fit import File, Results, Tree
-from .parse import EXECUTABLE, REGULAR
 
 _OID = re.compile(rb"(?m)^[ +-]oid sha256:([0-9a-f]{64})\r?$")
 

@@ -5,9 +5,10 @@ from bisect import bisect_left
 from itertools import pairwise
 
 from ..errors import MirrordError
+from ..git.modes import DIRECTORY, SUBMODULE
 from ..host.files import shown_path
-from .fit import DIRECTORY, UNTRACKED, Splice, Tree
-from .parse import LIMIT_BYTES, SUBMODULE, FilePatch, NeedsGitError, parse
+from .fit import UNTRACKED, Splice, Tree
+from .parse import LIMIT_BYTES, FilePatch, NeedsGitError, parse
 from .repairs import HUNK, to_lf, unwrap
 from .splicing import MisfitError, splice, splice_fuzzily
 

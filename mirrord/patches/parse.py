@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
+from ..git.modes import SYMLINK
 from ..model import TREE_PATH_LIMIT_BYTES
 from ..quoting import unquoted
 
 CONTEXT, REMOVED, ADDED = b" -+"
-REGULAR, EXECUTABLE, SYMLINK, SUBMODULE = 0o100644, 0o100755, 0o120000, 0o160000
 
 LIMIT_BYTES = 8 * 1024**2  # parsed lines can take a hundred times as much memory
 _GIT = b"diff --git "

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from ..errors import CommitNotFoundError, CorruptObjectError, PatchConflictError
 from ..git.lfs import POINTER_BYTES, parse_pointer
+from ..git.modes import DIRECTORY, SUBMODULE
 from ..git.objects.repository import Objects, read_commit
 from ..git.objects.trees import TreeEntry, changes
 from ..host.files import shown_path
-from .fit import DIRECTORY, File, Results, Tree
-from .parse import SUBMODULE, NeedsGitError, name_of, named_paths
+from .fit import File, Results, Tree
+from .parse import NeedsGitError, name_of, named_paths
 
 
 class MovedSubmodule(NamedTuple):

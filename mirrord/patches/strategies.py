@@ -15,6 +15,7 @@ from signal import SIGABRT
 
 from ..errors import InvalidPatchError, MirrordError, PatchConflictError
 from ..git.command import run_git_sync
+from ..git.modes import DIRECTORY, SUBMODULE, SYMLINK
 from ..git.objects.repository import Objects
 from ..git.objects.scratch import ScratchRepository
 from ..git.objects.trees import TreeEntry
@@ -29,24 +30,11 @@ from ..model import (
 )
 from ..trees.manifest import blob_id
 from ..trees.reader import parents
-from .fit import (
-    DIRECTORY,
-    UNTRACKED,
-    Change,
-    File,
-    Patched,
-    Results,
-    Splice,
-    Tree,
-    find_obstacle,
-    fit,
-)
+from .fit import UNTRACKED, Change, File, Patched, Results, Splice, Tree, find_obstacle, fit
 from .lfs import PointedTree, names_pointers, with_objects
 from .misfits import with_hunk
 from .parse import (
     LIMIT_BYTES,
-    SUBMODULE,
-    SYMLINK,
     Hunk,
     NeedsGitError,
     has_nul_in_name,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import errors
+from ..git.modes import EXECUTABLE, REGULAR, SYMLINK
 from ..git.objects.repository import Objects, open_objects
 from ..git.objects.text import Conversion, find_conversion
 from ..git.objects.trees import BaseTree, TreeEntry
@@ -23,7 +24,6 @@ from ..host.files import mounted_on, open_directory, opened, shown_path
 from ..host.processes import ActingAs, Owner
 from ..quoting import quote_name
 from ..trees.reader import TreeReader
-from .parse import EXECUTABLE, REGULAR, SYMLINK
 
 ATTRIBUTES = b".gitattributes"
 # of all changed files: a worker has them in memory at once

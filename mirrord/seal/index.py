@@ -8,6 +8,8 @@ import hashlib
 import struct
 from typing import NamedTuple
 
+from ..git.modes import SUBMODULE
+
 # of a SHA-1; a repository with SHA-256 ids has another format (gitformat-index)
 _ID_BYTES = 20
 
@@ -77,7 +79,7 @@ def _read_entry(
         if data[end:following].strip(b"\0"):
             raise ValueError("there are bytes between two entries")
     index.paths.add(path)
-    if fields[_MODE] == 0o160000:
+    if fields[_MODE] == SUBMODULE:
         index.gitlinks[path] = oid
     else:
         index.objects.add(oid)

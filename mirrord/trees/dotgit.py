@@ -19,11 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ..git.modes import DIRECTORY, FILE, SUBMODULE, file_mode
 from ..host.files import open_plain, open_top, opened, read_plain
 from ..host.processes import ActingAs
 from ..host.trash import TrashDirectory
 from ..quoting import decode_name
-from .manifest import DIRECTORY, NO_OBJECT, SECOND_NS, SUBMODULE, Entry, Manifest, blob_id
+from .manifest import NO_OBJECT, SECOND_NS, Entry, Manifest, blob_id
 from .reader import file_id
 from .scan import ScanResult, is_control
 from .writer import TreeWriter
@@ -169,7 +170,7 @@ def _opened(tree: Path, manifest: Manifest, trash: TrashDirectory) -> Iterator[T
 
 
 def _record(content: bytes, st: os.stat_result) -> Entry:
-    return Entry(0o100000, NO_OBJECT, content).with_stat(st)
+    return Entry(FILE, NO_OBJECT, content).with_stat(st)
 
 
 # -- worktrees of the mirror, for the linked history -----------------------------------------------
@@ -234,8 +235,6 @@ _ENTRY = struct.Struct(">10I20sH")
 _LOW = 0xFFFFFFFF
 # the length in the flags has 12 bits; of a longer name they are all set
 _LONGEST_NAME = 0xFFF
-# git records the owner's bit alone
-_EXECUTABLE = 0o100
 # entries of version 2 end with one to eight zeros, at a multiple of eight
 _PADDING = [bytes(8 - (_ENTRY.size + length) % 8) for length in range(8)]
 
@@ -260,7 +259,7 @@ def _packed_entries(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[by
             fixed = pack(0, 0, 0, 0, 0, 0, SUBMODULE, 0, 0, 0, oid, length)
         else:
             if stat.S_ISREG(mode):  # old trees hold modes like 100664
-                mode = 0o100755 if mode & _EXECUTABLE else 0o100644
+                mode = file_mode(mode)
             ctime, mtime = ctime_ns // SECOND_NS & _LOW, mtime_ns // SECOND_NS & _LOW
             times = ctime, ctime_ns % SECOND_NS, mtime, mtime_ns % SECOND_NS
             fixed = pack(*times, 0, ino & _LOW, mode, uid, gid, size & _LOW, oid, length)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import full_disk_named
+from ..git.modes import DIRECTORY, SUBMODULE, SYMLINK, file_mode
 from ..host.files import (
     CREATE,
     make_whiteout,
@@ -22,7 +23,7 @@ from ..host.files import (
 )
 from ..host.processes import ActingAs
 from ..host.trash import TrashDirectory
-from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, SYMLINK, Entry, Manifest, blob_id, clock_ns
+from .manifest import NO_OBJECT, Entry, Manifest, blob_id, clock_ns
 from .reader import TreeReader, file_id, parents
 from .relocation import Relocation
 from .scan import is_control
@@ -187,7 +188,7 @@ def _entry_of(piece: _LayerPath) -> Entry | None:
         return None
     mode, content = DIRECTORY, NO_OBJECT
     if piece.file >= 0:
-        mode = 0o100755 if piece.found.st_mode & 0o100 else 0o100644
+        mode = file_mode(piece.found.st_mode)
         content = file_id(piece.file)
     elif stat.S_ISLNK(piece.found.st_mode):
         mode, content = SYMLINK, blob_id(piece.target)

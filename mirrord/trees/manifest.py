@@ -31,13 +31,10 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from ..errors import ProofFailedError
+from ..git.modes import DIRECTORY, SUBMODULE
 from ..host.files import exchange, open_plain, read_plain
 from ..host.processes import Owner, boot_id
 
-# git's modes of entries
-DIRECTORY = 0o040000
-SYMLINK = 0o120000
-SUBMODULE = 0o160000
 DIRECTORIES = (DIRECTORY, SUBMODULE)  # a submodule is an empty directory on disk
 NO_OBJECT = bytes(20)
 SECOND_NS = 10**9

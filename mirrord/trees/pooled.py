@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from .. import errors
 from ..errors import full_disk_named
+from ..git.modes import DIRECTORY
 from ..host.files import mounted_on, open_directory, open_top, opened
 from ..host.mount_tables import mounts_below
 from ..host.trash import TrashDirectory, remove_tree
@@ -17,7 +18,7 @@ from ..quoting import quote_name
 from ..telemetry import elapsed_s, log
 from . import dotgit
 from .layer import lay, with_layers
-from .manifest import DIRECTORY, Manifest, clock_ns
+from .manifest import Manifest, clock_ns
 from .proof import must_prove
 from .scan import ScanResult, examine, hash_tree, is_control, prove_directories, scan, tree_id
 from .sources import LayerFiles

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ProofFailedError, full_disk_named
+from ..git.modes import DIRECTORY
 from ..host.files import open_directory, open_top, opened
 from ..host.processes import ActingAs, Owner
 from ..host.trash import TrashDirectory
 from ..places import ENVIRONMENT, TESTBED
 from .layer import lay, with_layers
-from .manifest import DIRECTORY, NO_OBJECT, Entries, Entry, Manifest
+from .manifest import NO_OBJECT, Entries, Entry, Manifest
 from .pooled import has_top
 from .reader import TreeReader
 from .relocation import Relocation

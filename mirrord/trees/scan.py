@@ -17,11 +17,12 @@ from itertools import chain
 from pathlib import Path
 
 from ..errors import ProofFailedError
+from ..git.modes import DIRECTORY, SYMLINK
 from ..git.objects.scratch import tree_bytes
 from ..host.ctimes import may_forge_ctimes
 from ..host.files import mounted_on, open_beneath, open_child, open_top, opened, shown_path
 from ..host.processes import ActingAs, Owner
-from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
+from .manifest import Entries, Entry, Manifest, clock_ns, stat_tuple
 from .reader import Look, TreeReader, content_id
 
 

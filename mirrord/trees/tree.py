@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import CommitUnservableError, full_disk_named
+from ..git.modes import DIRECTORY
 from ..git.objects.repository import CommitInfo, Objects, open_objects, read_commit
 from ..git.objects.text import Conversions
 from ..git.objects.trees import TreeEntry, changes, must_fit, walk
@@ -23,7 +24,7 @@ from ..host.files import open_top, opened
 from ..host.processes import ActingAs, Owner
 from ..host.trash import TrashDirectory
 from .conversions import conversions_for, is_attributes, reconverted, tree_entries
-from .manifest import DIRECTORY, Entries, Entry, Manifest, clock_ns
+from .manifest import Entries, Entry, Manifest, clock_ns
 from .scan import ScanResult, is_control
 from .sharing import SharedFiles
 from .sources import LayerFiles, Read, read_object, reading_layers, unrecorded

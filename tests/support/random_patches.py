@@ -10,7 +10,8 @@ from random import Random
 
 from gitrepos import ENV, git
 
-from mirrord.patches.fit import DIRECTORY, Change, File
+from mirrord.git.modes import DIRECTORY
+from mirrord.patches.fit import Change, File
 
 Files = dict[bytes, File]
 Listing = dict[bytes, tuple[int, str]]  # mode and blob of each path

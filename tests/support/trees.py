@@ -11,7 +11,8 @@ from pathlib import Path
 
 from gitrepos import Upstream, git
 
-from mirrord.trees.manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
+from mirrord.git.modes import DIRECTORY
+from mirrord.trees.manifest import NO_OBJECT, Entry, Manifest, blob_id
 
 
 def awkward(upstream: Upstream) -> list[str]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from trees import awkward, record_control
 
 from mirrord.errors import ProofFailedError
-from mirrord.trees.manifest import DIRECTORY, Entries, Entry, Manifest
+from mirrord.git.modes import DIRECTORY
+from mirrord.trees.manifest import Entries, Entry, Manifest
 from mirrord.trees.tree import materialise
 
 WORD, LONG, OID = (

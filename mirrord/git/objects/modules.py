@@ -14,13 +14,12 @@ from ...model import TREE_DEPTH_LIMIT
 from ...quoting import decode_name, encode_name
 from ..command import run_git_sync
 from ..lfs import POINTER_BYTES, Pointer, parse_pointer, read_object
+from ..modes import DIRECTORY, FILE, KIND, SUBMODULE
 from ..patterns import Attributes
 from .repository import Objects, open_objects, read_commit
 from .scratch import ScratchObjects, make_repository
 from .text import is_of_lfs
 from .trees import BaseTree
-
-_TREE, _SUBMODULE, _FILE, _KIND = 0o040000, 0o160000, 0o100000, 0o170000
 
 
 class Link(NamedTuple):
@@ -105,7 +104,7 @@ class _Reader:
         """Read the `.gitmodules` of all trees that have submodules."""
         linked = (self._names_in(tree) for tree in trees if self._read(tree, 0).links)
         named = (names.get(b".gitmodules", (0, "")) for names in linked)
-        self.read_configs(blob for mode, blob in named if mode & _KIND == _FILE)
+        self.read_configs(blob for mode, blob in named if mode & KIND == FILE)
 
     def _names_in(self, tree: str) -> dict[bytes, tuple[int, str]]:
         if tree not in self._names:
@@ -117,15 +116,15 @@ class _Reader:
             return below
         links, attributes = list[tuple[bytes, str]](), list[tuple[bytes, str]]()
         for name, (mode, oid) in self._names_in(tree).items():
-            if mode == _TREE and depth < TREE_DEPTH_LIMIT:
+            if mode == DIRECTORY and depth < TREE_DEPTH_LIMIT:
                 inner = self._read(oid, depth + 1)
                 if inner is not _NOTHING:
                     start = name + b"/"
                     links += ((start + path, commit) for path, commit in inner.links)
                     attributes += ((start + path, blob) for path, blob in inner.attributes)
-            elif mode == _SUBMODULE:
+            elif mode == SUBMODULE:
                 links.append((name, oid))
-            elif name == b".gitattributes" and mode & _KIND == _FILE:
+            elif name == b".gitattributes" and mode & KIND == FILE:
                 attributes.append((name, oid))
         result = _Below(tuple(links), tuple(attributes)) if links or attributes else _NOTHING
         self._below[tree] = result
@@ -152,11 +151,11 @@ class _Reader:
         listed = list[tuple[bytes, int, Pointer]]()
         for name, (mode, oid) in self._names_in(tree).items():
             # looked up here: each file of each tree comes by, and most are known and no pointers
-            if mode == _TREE:
+            if mode == DIRECTORY:
                 inner = self._files[oid] if oid in self._files else self._files_below(oid)
                 if inner:
                     listed += ((name + b"/" + path, mode, pointer) for path, mode, pointer in inner)
-            elif mode & _KIND == _FILE:
+            elif mode & KIND == FILE:
                 is_known = oid in self._pointers
                 pointer = self._pointers[oid] if is_known else self._pointer(oid)
                 if pointer:
@@ -195,7 +194,7 @@ class _Reader:
     def _config(self, named: tuple[int, str]) -> dict[str, str]:
         """Return the keys of a configuration file; none where git cannot read it."""
         mode, blob = named
-        if mode & _KIND != _FILE:
+        if mode & KIND != FILE:
             return {}
         return self.read_configs([blob]).get(blob, {})
 
@@ -285,7 +284,7 @@ class _Composer:
                 for file in needs.pointers
                 if (blob := self._blob(mirror, file.pointer))
             }
-            edits |= {encode_name(path): (_TREE, inner) for path, inner in below.items()}
+            edits |= {encode_name(path): (DIRECTORY, inner) for path, inner in below.items()}
             base = BaseTree(self._objects, needs.tree)
             self._written[key] = self._scratch.write_tree(base, edits) if edits else needs.tree
         return self._written[key]

@@ -13,8 +13,9 @@ import pygit2
 from pygit2.enums import FileMode, ObjectType
 
 from ...host.files import free_bytes
+from ..modes import DIRECTORY
 from .repository import lenders_of
-from .trees import TREE_MODE, BaseTree, TreeEntry
+from .trees import BaseTree, TreeEntry
 
 _CONFIG = "[core]\n\trepositoryformatversion = 0\n\tbare = false\n\tfilemode = true\n"
 
@@ -133,7 +134,7 @@ class ScratchObjects:
                 written = str(self._odb.write(ObjectType.TREE, tree_bytes(kept)))
                 if not directory:
                     return written
-                pending[above][name] = TREE_MODE, written
+                pending[above][name] = DIRECTORY, written
             else:
                 pending[above].setdefault(name, None)
         return base.oid
@@ -145,7 +146,7 @@ def tree_bytes(entries: Iterable[tuple[int, bytes, bytes]]) -> bytes:
     git sorts a directory as if its name ended with a slash.
     """
     rows = [
-        (name + b"/" if mode == TREE_MODE else name, b"%o %s\0%s" % (mode, name, oid))
+        (name + b"/" if mode == DIRECTORY else name, b"%o %s\0%s" % (mode, name, oid))
         for mode, name, oid in entries
     ]
     return b"".join(row for _, row in sorted(rows))

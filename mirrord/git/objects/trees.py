@@ -17,6 +17,7 @@ from pygit2.enums import ObjectType
 from ...errors import CommitUnservableError, TooLargeError
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
 from ...quoting import decode_name
+from ..modes import DIRECTORY, FILE, KIND, SUBMODULE, SYMLINK, file_mode
 from .repository import Objects, tree_entries
 
 # A larger tree is refused with 422 `tree-too-large`, before a byte of it is written.
@@ -24,8 +25,6 @@ ENTRIES_LIMIT = 1_000_000
 FILE_LIMIT_BYTES = 1024**3
 TREE_LIMIT_BYTES = 64 * 1024**3
 
-# git's modes of entries (`git help fast-import`)
-TREE_MODE, _SUBMODULE, _SYMLINK, _FILE = 0o040000, 0o160000, 0o120000, 0o100000
 _RawEntry = tuple[bytes, bytes, bytes]  # mode, name, id
 # Linux's, with the final zero: a longer target of a link cannot be made
 _PATH_MAX = 4096
@@ -40,15 +39,15 @@ class TreeEntry(NamedTuple):
 
     @property
     def is_tree(self) -> bool:
-        return self.mode == TREE_MODE
+        return self.mode == DIRECTORY
 
     @property
     def is_submodule(self) -> bool:
-        return self.mode == _SUBMODULE
+        return self.mode == SUBMODULE
 
     @property
     def is_symlink(self) -> bool:
-        return self.mode == _SYMLINK
+        return self.mode == SYMLINK
 
     @property
     def is_executable(self) -> bool:
@@ -120,8 +119,8 @@ class BaseTree:
         if (pair := self.names_in(above).get(name)) is None:
             return None
         mode, oid = pair
-        if mode & 0o170000 == _FILE:  # canon_mode: old commits have files with mode 100664
-            mode = 0o100755 if mode & 0o100 else 0o100644
+        if mode & KIND == FILE:  # canon_mode: old commits have files with mode 100664
+            mode = file_mode(mode)
         return TreeEntry(path, mode, oid)
 
     def submodule_above(self, path: bytes) -> bytes | None:
@@ -264,13 +263,13 @@ def _entries(tree: str, raw: list[_RawEntry], above: bytes) -> list[TreeEntry]:
         raise _too_deep(tree)
     for octal, name, oid in raw:
         mode = int(octal, 8)
-        if mode not in (TREE_MODE, _SUBMODULE, _SYMLINK) and mode & 0o170000 != _FILE:
+        if mode not in (DIRECTORY, SUBMODULE, SYMLINK) and mode & KIND != FILE:
             raise _unservable(tree, f"its entry {_shown(name)} has mode {mode:o}")
         if b"/" in name or name in (b"", b".", b"..") or len(name) > NAME_LIMIT_BYTES:
             raise _unservable(tree, f"its entry {_shown(name)} is not a valid file name")
         if _DOTGIT.fullmatch(name):
             raise _unservable(tree, f"its entry {_shown(name)} means git's own directory")
-        if mode == _SYMLINK and _DOTGITMODULES.fullmatch(name):
+        if mode == SYMLINK and _DOTGITMODULES.fullmatch(name):
             raise _unservable(tree, "its .gitmodules is a symbolic link")
         if octal[:1] == b"0" and len(octal) > 1:
             raise _unservable(tree, f"its entry {_shown(name)} has a zero before its mode")
