@@ -170,7 +170,7 @@ wheels: setup ## download the wheels of requirements.lock, for the package and i
 release: setup release-tools ## build wheels, sdists, deb, SBOM and SHA256SUMS of this commit in dist/
 	@$(BIN)/python packaging/release.py dist
 
-release-check: DEBIAN_PACKAGES += lintian
+release-check: DEBIAN_PACKAGES += lintian bats cargo cmake gcc golang-go libc6-dev make nodejs
 release-check: debian setup pythons wheels release-tools ## run the release tests, say what they skipped; build twice, compare bytes; lintian
 	$(BIN)/python -m pytest -m release -rs tests/packaging tests/environments/test_image_languages.py
 	@$(BIN)/python packaging/release.py --check dist

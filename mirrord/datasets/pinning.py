@@ -103,12 +103,10 @@ async def pin_all(
 ) -> dict[str, PinOutcome]:
     """Pin all commits that can be pinned, and those of `revisions`. All arguments by mirror key.
 
-    `urls` are the upstreams of mirrors that do not exist yet, where they are not the configured.
-    `standing` is what was looked at already.
-
-    A mirror that lacks some is synced once more, unless it was just synced (`is_synced`). `commits`
-    map to their pin's reason. Progress counts commits, of mirrors that can be had; its
-    note is about the last mirror.
+    `commits` map to their pin's reason; `urls` are upstreams of mirrors that do not exist yet,
+    where they are not the configured; `standing` is what was looked at already. A mirror that lacks
+    some is synced once more, unless it was just synced (`is_synced`). Progress counts commits, of
+    mirrors that can be had; its note is about the last mirror.
     """
     total, done = sum(map(len, (*commits.values(), *revisions.values()))), 0
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
