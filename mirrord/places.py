@@ -154,11 +154,13 @@ def _read_paths(config: Path) -> dict[str, Path]:
 class Layout:
     """The directories of a state directory, with their modes. Removes nothing.
 
-    Other users may enter only `checkouts` and `environments`.
+    Other users may enter only `checkouts` and `environments`. A link to a directory is followed:
+    mounts are made and found by real paths.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        # not one to nothing, which may be a disk that is not mounted yet
+        self.root = root = root.resolve() if root.is_dir() else root
         self.mirrors, self.quarantine = root / "mirrors", root / "quarantine"
         self.datasets, self.bundles = root / "datasets", root / "bundles"
         self.templates, self.environments = root / "templates", root / "environments"

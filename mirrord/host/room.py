@@ -14,7 +14,7 @@ from typing import NamedTuple
 import anyio
 import anyio.to_thread
 
-from ..errors import DiskFullError, MirrordError
+from ..errors import DiskFailedError, DiskFullError, MirrordError
 from ..telemetry import log
 from ..units import Backoff
 
@@ -48,8 +48,16 @@ class Space(NamedTuple):
 
 
 def measure(place: Path, reserve_bytes: int) -> Space:
-    """Measure the file system of `place`. Without a reserve of bytes, no inodes are reserved."""
-    disk = os.statvfs(place)
+    """Measure the file system of `place`. Without a reserve of bytes, no inodes are reserved.
+
+    Raises DiskFailedError where it is gone.
+    """
+    try:
+        disk = os.statvfs(place)
+    except OSError as error:
+        fact = f"cannot read the state directory {place}: {error.strerror}"
+        hint = "mount or move it back, or stop the daemon and set state_dir"
+        raise DiskFailedError(fact, hint=hint) from error
     size = disk.f_blocks * disk.f_frsize
     reserve = min(reserve_bytes, size // _SHARE)
     # btrfs has no limit of inodes, and 0 in f_files

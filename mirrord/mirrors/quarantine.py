@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from ..errors import full_disk_named
+from ..errors import DiskFailedError, full_disk_named
 from ..host.files import sync_directory
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash, new_trash, try_to_remove
@@ -40,7 +40,12 @@ class Quarantine:
         """Make a private directory; remove it at the end unless it was renamed away."""
         path = self.root / f"{kind}-{secrets.token_hex(8)}"
         with full_disk_named("quarantine"):
-            path.mkdir(mode=0o700)
+            try:
+                path.mkdir(mode=0o700)
+            except FileNotFoundError as error:
+                fact = f"cannot write {self.root}: the directory is gone"
+                hint = "mount or move the state directory back, or start the daemon again"
+                raise DiskFailedError(fact, hint=hint) from error
         with self.holding(path):
             try:
                 yield path
