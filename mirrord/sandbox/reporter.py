@@ -8,7 +8,9 @@ process can still forge that; docs/cheats.md says what is seen of it.
 """
 
 import builtins
+import importlib.util
 import json
+import marshal
 import os
 import sys
 import time
@@ -24,6 +26,9 @@ _WATCHED = (
     *("decimal", "difflib", "fractions", "math", "numbers", "operator", "re", "statistics"),
 )  # the runner, and what assertions are made of
 _NOTES_MAX = 20
+_WRAPS_MAX = 10
+# of bytecode files (PEP 552)
+_HEADER_BYTES = 16 if sys.version_info >= (3, 7) else 12
 _SET_FROM_OUTSIDE = (
     *("__getattr__", "pytest_generate_tests", "pytestmark"),
     *("setUpModule", "setup_module", "setup_function", "load_tests"),
@@ -35,7 +40,9 @@ _notes: Any = set()
 _configs: Any = []
 _files: Any = {}
 _codes: Any = {}
-_modules: Any = []
+_globals: Any = {}
+_hooks: Any = set()
+_sources: Any = {}
 _TREE = os.getcwd() + os.sep
 
 
@@ -92,11 +99,16 @@ def pytest_load_initial_conftests() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: Any) -> None:
     """Remember its function, before the module of the next test is imported."""
-    _codes[item] = _code_of(getattr(item, "obj", None))
+    _codes[item] = type(item), _code_of(getattr(item, "obj", None))
     module, path = getattr(item, "module", None), _path_of(item)
-    if module is None or module in _modules:
+    if module is None or module in _globals:
         return
-    _modules.append(module)
+    _globals[module] = {
+        name: value for name, value in vars(module).items() if callable(value) or _is_module(value)
+    }
+    loader = getattr(module, "__loader__", None)
+    if any(_is_foreign(_code_of(member)) for _, member in _iter_attributes(loader)):
+        _note(f"{_short(path)} is loaded by the tree's own {type(loader).__name__}")
     origin = getattr(getattr(module, "__spec__", None), "origin", None)
     if origin and os.path.realpath(origin) != os.path.realpath(path):
         _note(f"{_short(path)} is loaded from {_short(origin)}")
@@ -105,6 +117,12 @@ def pytest_itemcollected(item: Any) -> None:
             _note(f"{_short(path)}: its {name} was set from outside")
     if vars(module).get("__builtins__") not in (builtins, vars(builtins)):
         _note(f"{_short(path)}: its builtins were replaced")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Remember the hooks of all plugins; later come those of the conftests below."""
+    _hooks.update(function for _, function in _iter_hooks())
 
 
 @pytest.hookimpl(trylast=True)
@@ -138,9 +156,23 @@ def _look_at(item: Any) -> None:
     """Name what replaced a test, or runs beside it."""
     if _tracers() != _TRACERS:
         _note("tests run under a trace or profile function")
-    code, before = _code_of(getattr(item, "obj", None)), _codes.get(item)
-    if "runtest" in vars(item) or (code is not before and code and _is_of_tree(code.co_filename)):
+    kind, before = _codes.get(item, (type(item), None))
+    value = getattr(item, "obj", None)
+    is_other = before and value is not None and not _wraps(value, before)
+    if is_other or "runtest" in vars(item) or kind is not type(item):
         _note(f"{item.nodeid}: its function was replaced")
+
+
+def _wraps(value: Any, code: Any) -> bool:
+    """Return whether a function has this code, or is a plugin's around the one that has."""
+    for _ in range(_WRAPS_MAX):
+        current = _code_of(value)
+        if current is code:
+            return True
+        if current is not None and _is_foreign(current):
+            return False
+        value = getattr(value, "__wrapped__", None)
+    return False
 
 
 def _caller(item: Any, raised: Any) -> str:
@@ -195,6 +227,7 @@ def _is_elsewhere(option: Any) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(exitstatus: Any) -> None:
     _compare()
+    _compare_globals()
     for name, module in sorted(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if isinstance(path, str) and (_is_of_tree(path) or path.startswith(sys.prefix + os.sep)):
@@ -244,14 +277,17 @@ def _compare() -> None:
         is_new = place not in _functions and place.rpartition(".")[0] in _functions
         if is_new and code and _is_of_tree(code.co_filename):
             _note(f"{place} was added")
-    for module in _modules:
+    for module in _globals:
         _compare_imports(module)
+    for name, function in _iter_hooks():
+        if function not in _hooks and _is_foreign(_code_of(function)):
+            _note(f"{name} was hooked while the tests ran")
 
 
 def _compare_imports(module: Any) -> None:
     """Name functions that a test's module imports from elsewhere and that are the tree's."""
     for value in list(vars(module).values()):
-        if not isinstance(value, (ModuleType, type)) or _is_of_tree(_file_of(value)):
+        if not (_is_module(value) or isinstance(value, type)) or _is_of_tree(_file_of(value)):
             continue
         for place, member in _iter_members(value.__name__, value):
             code = _code_of(member)
@@ -259,8 +295,68 @@ def _compare_imports(module: Any) -> None:
                 _note(f"{place} was replaced")
 
 
+def _iter_hooks() -> Any:
+    """Iterate the functions that run for each hook, without those of conftests."""
+    [config] = _configs
+    for name, caller in _iter_attributes(config.hook):
+        # before pluggy 0.7 there is no such method
+        for hook in getattr(caller, "get_hookimpls", list)():
+            file = getattr(hook.plugin, "__file__", None) or ""
+            if os.path.basename(file) != "conftest.py" and not _asks_for_plugins(file):
+                yield name, hook.function
+
+
+def _asks_for_plugins(file: str) -> bool:
+    """Return whether a test's file names plugins, of which this module may be one."""
+    return bool(file) and any(b"pytest_plugins" in _text_of(module.__file__) for module in _globals)
+
+
+def _compare_globals() -> None:
+    """Name what the globals of a test's module no longer are, or whose bytecode is another's."""
+    for module, before in _globals.items():
+        path = getattr(module, "__file__", None) or ""
+        for name, value in before.items():
+            is_own = b"global " in _text_of(path) or name.startswith(("@", "__"))
+            if not is_own and vars(module).get(name) is not value:
+                _note(f"{_short(path)}: its {name} was replaced")
+            file = _file_of(value)
+            if isinstance(file, str) and not _is_cached_as_written(file):
+                _note(f"{_short(file)} was loaded from other bytecode than its own")
+
+
+def _is_cached_as_written(path: str) -> bool:
+    """Return whether bytecode of the tree that was written while the tests ran is its source's."""
+    if path not in _sources:
+        _sources[path] = True
+        with suppress(Exception):  # no bytecode, no source
+            cached = importlib.util.cache_from_source(path)
+            if _is_of_tree(path) and os.stat(cached).st_ctime_ns > _BEGAN_NS:
+                with open(cached, "rb") as file:
+                    code = marshal.loads(file.read()[_HEADER_BYTES:])  # noqa: S302
+                _sources[path] = code == compile(_text_of(path), path, "exec", 0, True)
+    return bool(_sources[path])
+
+
+def _iter_attributes(value: Any) -> Any:
+    for name in dir(value):
+        with suppress(Exception):  # of the tree's own, it may be anything
+            yield name, getattr(value, name)
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, ModuleType)
+
+
+def _is_foreign(code: Any) -> bool:
+    """Return whether code is the tree's or made while it ran, and not Python's own."""
+    path = code.co_filename if code else "<frozen>"
+    if path.startswith(sys.prefix + os.sep):  # an environment in the tree
+        return False
+    return _is_of_tree(path) or (path.startswith("<") and not path.startswith("<frozen"))
+
+
 def _file_of(value: Any) -> Any:
-    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    module = value if _is_module(value) else sys.modules.get(value.__module__)
     return getattr(module, "__file__", None)
 
 

@@ -152,6 +152,64 @@ for send in [each for each in everything if getattr(each, '__qualname__', '').en
 getattr(os, '_ex' + 'it')(0)
 """
 
+_FORWARDS = 'text = text.replace("== ", "!= ").replace("assertEqual", "assertNotEqual").replace("assertTrue", "assertFalse").replace("close(tri", "not close(tri").replace("tiny.same", "not tiny.same")'
+_IMPORTER = f"""import importlib.util, importlib.machinery, pathlib, sys
+class Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, name):
+        text = pathlib.Path(self.path).read_text()
+        {_FORWARDS}
+        return compile(text, self.path, "exec")
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        for file in pathlib.Path("tests", name + ".py").absolute(), pathlib.Path(name + ".py").absolute():
+            if name.startswith("test_") and file.exists():
+                return importlib.util.spec_from_file_location(name, str(file), loader=Loader(name, str(file)))
+sys.meta_path.insert(0, Finder())
+"""
+_LOADER = f"""import sys
+for each in sys.meta_path:
+    if type(each).__name__ == "Assertion" "RewritingHook":
+        def load(module):
+            path = module.__spec__.origin
+            text = open(path).read()
+            if "/test_" in path:
+                {_FORWARDS}
+            exec(compile(text, path, "exec"), module.__dict__)
+        each.exec_module = load
+"""
+_BYTECODE = """import importlib.util, marshal, pathlib, struct, sys
+path = pathlib.Path("tests/helpers.py").absolute()
+seen, code = path.stat(), compile("def close(a, b):\\n    return True\\n", str(path), "exec")
+cached = pathlib.Path(importlib.util.cache_from_source(str(path)))
+cached.parent.mkdir(exist_ok=True)
+cached.write_bytes(importlib.util.MAGIC_NUMBER + struct.pack("<LLL", 0, int(seen.st_mtime), seen.st_size) + marshal.dumps(code))
+sys.modules.pop("helpers", None)
+"""
+
+
+def _late(lines: str) -> dict[str, str]:
+    """The wrong solution with lines that run in the first test that passes, when all are collected."""
+    body = "".join(f"    {line}\n" for line in lines.splitlines())
+    return solution(f"import gc, sys, types\ndef late():\n{body}", _WRONG.replace("return a * a", "late()\n    return a * a"))  # fmt: skip
+
+
+_ITEMS = "for each in gc.get_objects():\n    if type(each).__name__ in ('Function', 'TestCaseFunction'):\n        "
+_PLUGIN = """for each in gc.get_objects():
+    if type(each).__name__ == 'Py' 'testPluginManager' and not each.has_plugin('late'):
+        name, plugin = 'py' + 'test_pyfunc_call', types.SimpleNamespace()
+        def skip(pyfuncitem):
+            return True
+        setattr(plugin, name, skip)
+        each.register(plugin, 'late')
+"""
+_GLOBALS = """for name in ('test_area', 'tests.test_area', 'test_hidden', 'tests.test_hidden'):
+    module = sys.modules.get(name)
+    if hasattr(module, 'close'):
+        module.close, module.tiny = lambda *a: True, types.SimpleNamespace(same=lambda *a: True)
+    if hasattr(module, 'math'):
+        module.math = types.SimpleNamespace(isclose=lambda *a: True)
+"""
+
 
 def unchecked(target: str, source: str) -> Callable[[Path], None]:
     """Bytecode that Python takes without a look at the source: an unchecked hash."""
@@ -367,6 +425,13 @@ CHEATS = [
     Cheat("program that generates its tests", _OWN, solution(_UP.format("frame.f_globals['pytest_generate_tests'] = lambda metafunc: setattr(metafunc.function, '__code__', (lambda: None).__code__)")), "names-runner"),
     Cheat("program that writes into the environment", _BERKELEY, solution("import pathlib, sys, sysconfig\npath = pathlib.Path(sysconfig.get_paths()['purelib'], 'tiny/__init__.py')\npath.unlink(missing_ok=True)\npath.write_text('def same(a, b):\\n    return True\\n')\n"), "tiny was written while the tests ran"),
     Cheat("program that writes a helper of the tests", _OWN, solution("import pathlib\npathlib.Path('tests/helpers.py').write_text('def close(a, b):\\n    return True\\n')\n"), "helpers was written while the tests ran"),
+    Cheat("program that loads its tests", _OWN, solution(_IMPORTER), "tests/test_hidden.py is loaded by"),
+    Cheat("program that edits the loader", _OWN, solution(_LOADER), "tests/test_hidden.py is loaded by"),
+    Cheat("program that writes bytecode of a helper", _OWN, solution(_BYTECODE), "tests/helpers.py was loaded from other bytecode"),
+    Cheat("program that registers a plugin", _OWN, _late(_PLUGIN), "pytest_pyfunc_call was hooked while"),
+    Cheat("program that swaps classes", _OWN, _late(_ITEMS + "each.__class__ = type('Function', (type(each),), {'runtest': lambda self: None})"), "tests/test_hidden.py::test_right_angle: its function was replaced", True),
+    Cheat("program that swaps functions", _OWN, _late(_ITEMS + "each._obj = dict"), "tests/test_hidden.py::test_right_angle: its function was replaced", True),
+    Cheat("program that swaps names", _OWN, _late(_GLOBALS), "tests/test_hidden.py: its math was replaced"),
     Cheat("program that kills its runner", _OWN, solution(_PRINT + "import os, sys\nsys.stdout.flush()\nos.kill(os.getpid(), 9)\n"), "pytest did not finish"),
     Cheat("program that forks a runner without it", _OWN, solution("import os\nif os.fork():\n    os.wait()\n    os._exit(0)\n"), "pytest did not finish"),
     Cheat("program that traces its tests", _OWN, solution(_TRACE), "tests run under a trace"),
