@@ -242,7 +242,7 @@ def test_a_volume_whose_checkout_was_released_gets_a_new_one(on: Node) -> None:
 @pytest.mark.timeout(400)
 def test_calls_that_come_again_end_well_whoever_is_killed_when(on: Node) -> None:
     """A kubelet asks until it is done: then each volume has one checkout, and in the end none."""
-    names = [f"csi-{number}" for number in range(12)]
+    names = [f"csi-{number}" for number in range(6)]
     ended = threading.Event()
 
     def keep_asking(call: Callable[[str], object], name: str) -> None:
@@ -263,7 +263,7 @@ def test_calls_that_come_again_end_well_whoever_is_killed_when(on: Node) -> None
     threads = [threading.Thread(target=keep_calling, args=(name,)) for name in names]
     for each in threads:
         each.start()
-    for number in range(4):
+    for number in range(2):
         time.sleep(0.5 + number / 7)
         on.kill_daemon()
         on.start_daemon()
