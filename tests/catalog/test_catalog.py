@@ -615,27 +615,32 @@ def test_many_readers_and_writers_at_once_lose_nothing(using: Any) -> None:
 
 
 _IMPORT_MANY = """
-import resource, sys
+import sys
 from pathlib import Path
 from datetime import datetime, timezone
 from mirrord.catalog import DatasetHead
 from mirrord.catalog.spool import replace_dataset
 now = datetime.now(timezone.utc)
 head = DatasetHead("big", "swe-bench", "big.jsonl", "0" * 64, now, 0, [], {}, {})
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak_kib():  # not ru_maxrss: that begins with the peak of the process that started this one
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+before = peak_kib()
 change = replace_dataset(sys.argv[1], head, Path(sys.argv[2]))
-print(len(change.added), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(len(change.added), peak_kib() - before)
 """
 
 
-def test_tens_of_thousands_of_instances_are_imported_in_bounded_memory(tmp_path: Path) -> None:
+def test_ten_thousand_instances_are_imported_in_bounded_memory(tmp_path: Path) -> None:
+    """Of their 40 MB only ids and commits accumulate."""
+
     async def prepare() -> None:
         await (await Catalog.open(tmp_path / "catalog.sqlite3")).close()
 
     anyio.run(prepare)
     spool = tmp_path / "spool.jsonl"
     with spool.open("wb") as file:
-        for number in range(30_000):
+        for number in range(10_000):
             file.write(
                 encode_row(instance(f"owner__name-{number}", base=number + 1, patch="x" * 4000))
             )
@@ -643,8 +648,8 @@ def test_tens_of_thousands_of_instances_are_imported_in_bounded_memory(tmp_path:
     added, grown_kib = map(
         int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     )
-    assert added == 30_000
-    assert grown_kib < 60 * 1024
+    assert added == 10_000
+    assert grown_kib < 30 * 1024
 
 
 def test_a_large_import_leaves_no_large_wal(tmp_path: Path) -> None:
@@ -656,10 +661,10 @@ def test_a_large_import_leaves_no_large_wal(tmp_path: Path) -> None:
             await put(
                 catalog,
                 tmp_path,
-                [instance(f"a{n}", patch="x" * 10_000_000) for n in range(10)],
+                [instance(f"a{n}", patch="x" * 2_000_000) for n in range(5)],
                 name="big",
             )
-            assert len(await catalog.list_instance_ids("big")) == 10
+            assert len(await catalog.list_instance_ids("big")) == 5
             assert (tmp_path / "catalog.sqlite3-wal").stat().st_size < 1 << 20
         finally:
             await catalog.close()
