@@ -10,16 +10,24 @@ The history is in git, so it is copied, packed and verified with the mirror.
 
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from anyio import to_thread
 
-from ..errors import CorruptObjectError, GitFailedError, InvalidRequestError, NotFoundError
+from ..errors import (
+    CorruptObjectError,
+    GitFailedError,
+    InvalidRequestError,
+    NotFoundError,
+    full_disk_named,
+)
 from ..git.batch import BatchObject, object_info
+from ..git.packwriter import write_loose
 from ..model import shown
 from ..protocol import RefChange, RefRecord
 from ..quoting import decode_name, encode_name
@@ -121,23 +129,39 @@ async def write_record(
     `list_records` lists the records of the last of `parents` before those of the others. `last` is
     a record whose blob `refs` this one may share.
     """
+    write = partial(write_loose, repository.objects)
+    compose = partial(_write_record, write, refs, head, changes, kept, parents, why, last)
+    with full_disk_named(f"mirror {repository.name}"):
+        return await to_thread.run_sync(compose)
+
+
+def _write_record(
+    write: Callable[[str, bytes], str],
+    refs: Refs,
+    head: str | None,
+    changes: Sequence[RefChange],
+    kept: Collection[str],
+    parents: Sequence[str],
+    why: str,
+    last: RecordedRefs,
+) -> str:
     listed = refs | {f"{KEPT}{oid}": oid for oid in kept}
     moved = dict(listed.items() - last.base_lists.items())
     moved |= dict.fromkeys(last.base_lists.keys() - listed, _GONE)
     base = last.base
     # k records, each with the changes of those before it, take as much as all n refs if k² = 2n
     if not base or len(moved) ** 2 > 2 * len(listed):
-        base, moved = await repository.write_object("blob", _lines(listed)), {}
+        base, moved = write("blob", _lines(listed)), {}
     head_line = encode_name(f"@ HEAD {head}\n") if head else b""
-    own = await repository.write_object("blob", _lines(moved) + head_line)
+    own = write("blob", _lines(moved) + head_line)
     entries = (("moved", own), ("refs", base))
     content = (f"100644 {name}\0".encode() + bytes.fromhex(oid) for name, oid in entries)
-    tree = await repository.write_object("tree", b"".join(content))
+    tree = write("tree", b"".join(content))
     who = f"mirrord <mirrord@localhost> {int(time.time())} +0000"
     lines = [f"tree {tree}", *(f"parent {parent}" for parent in parents)]
     lines += [f"author {who}", f"committer {who}", ""]
     lines += [f"{why}: {summarise(changes)}", "", f"Refs: {len(refs)}", ""]
-    return await repository.write_object("commit", encode_name("\n".join(lines)))
+    return write("commit", encode_name("\n".join(lines)))
 
 
 def _lines(refs: Refs) -> bytes:

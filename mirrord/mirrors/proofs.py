@@ -81,8 +81,7 @@ async def prove(repository: Repository, commits: Sequence[CommitId]) -> None:
     CorruptObjectError or GitFailedError.
     """
     # before the walk: a file that goes during it ends the proof
-    files = await to_thread.run_sync(_list_files, repository.path)
-    old = await to_thread.run_sync(_read, repository.path, files)
+    files, old = await to_thread.run_sync(_look, repository.path)
     reached, rest = list[bytes](), b""
     async with repository.git.stream(
         # commits come first, with a time before the id; a commit-graph would hide a deleted one
@@ -118,6 +117,11 @@ def _extend(
     with suppress(OSError):  # without it the next import walks again
         new.write_bytes(head + b"".join(sorted(ids)))
         new.replace(git_dir / PROOF)
+
+
+def _look(git_dir: Path) -> tuple[_Files, _Proof | None]:
+    files = _list_files(git_dir)
+    return files, _read(git_dir, files)
 
 
 def _read(git_dir: Path, files: _Files) -> _Proof | None:

@@ -7,7 +7,7 @@ A mirror takes the refs that the configured patterns match, but none below `refs
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -193,10 +193,17 @@ def journal_text(moves: Moves, head: str | None = None) -> str:
     return "".join([*lines, f"head {head}\n" if head else ""])
 
 
-async def commit(repository: Repository, moves: Moves, head: str | None = None) -> None:
+async def commit(
+    repository: Repository,
+    moves: Moves,
+    head: str | None = None,
+    *,
+    held: Collection[str] = (),
+) -> None:
     """Make all moves, or none on an error; finish what a killed git began.
 
-    `head` is the new target of HEAD, if that changes too.
+    `head` is the new target of HEAD, if that changes too. `held` are ids whose objects were just
+    seen in the repository.
     """
     if not moves and head is None:
         return
@@ -207,7 +214,7 @@ async def commit(repository: Repository, moves: Moves, head: str | None = None) 
     try:
         await to_thread.run_sync(write_durably, journal, encode_name(text))
         if moves:
-            await _apply(repository, moves)
+            await _apply(repository, moves, before, held)
         if head:
             await repository.set_head(head)
     except BaseException as error:
@@ -240,7 +247,7 @@ async def recover(repository: Repository) -> None:
             targets[ref] = None if verb == "delete" else oids[0]
     now = await repository.all_refs()
     left = {ref: (now.get(ref), new) for ref, new in targets.items() if now.get(ref) != new}
-    await _apply(repository, left)
+    await _apply(repository, left, now)
     await repository.pack_refs()
     if head:
         await repository.set_head(head)
@@ -248,7 +255,9 @@ async def recover(repository: Repository) -> None:
     log.info("transaction.recovered", mirror=str(repository.name), refs=len(targets))
 
 
-async def _apply(repository: Repository, moves: Moves) -> None:
+async def _apply(
+    repository: Repository, moves: Moves, before: Refs, held: Collection[str] = ()
+) -> None:
     # git (2.39) cannot create `a/b` in the transaction that deletes `a`, nor `a` in the one that
     # deletes `a/b`; such deletions need a transaction before it
     new = {ref for ref, (old, target) in moves.items() if old is None and target is not None}
@@ -259,6 +268,8 @@ async def _apply(repository: Repository, moves: Moves) -> None:
         if move[1] is None and (ref in above or not new.isdisjoint(directories_of(ref, 2)))
     }
     if not first:
+        if not before and await _write_first(repository, moves, held):
+            return
         await _update(repository, moves)
         return
     await _update(repository, first)
@@ -269,16 +280,28 @@ async def _apply(repository: Repository, moves: Moves) -> None:
         raise
 
 
-async def _update(repository: Repository, moves: Moves) -> None:
-    many = len(moves) >= 50  # then one flushed packed-refs is cheaper than a flush for each ref
+_MANY = 50  # from here on, one flushed packed-refs is cheaper than a flush for each ref
+
+
+async def _write_first(repository: Repository, moves: Moves, held: Collection[str]) -> bool:
+    """Create the first refs of a repository without git; False where git has to do it.
+
+    git (2.39) would write a file for each, minutes for 100,000. It alone would refuse a ref to a
+    missing object, so those not in `held` are looked up, which for a few costs what git does.
+    """
     created = {ref: new for ref, (old, new) in moves.items() if new and old is None}
-    is_first = many and len(created) == len(moves) and not await repository.all_refs()
-    # git is not asked here, and it alone would refuse a ref to a missing object
-    if is_first and not await repository.absent(created.values()):
-        # git (2.39) would write a file for each, minutes for 100,000
-        path = repository.path / "packed-refs"
-        await to_thread.run_sync(write_durably, path, packed_refs(created))
-        return
+    unseen = set(created.values()).difference(held)
+    if len(created) < len(moves) or (unseen and len(moves) < _MANY):
+        return False
+    if unseen and await repository.absent(unseen):
+        return False
+    path = repository.path / "packed-refs"
+    await to_thread.run_sync(write_durably, path, packed_refs(created))
+    return True
+
+
+async def _update(repository: Repository, moves: Moves) -> None:
+    many = len(moves) >= _MANY
     update = partial(
         repository.run,
         *(("-c", "core.fsync=none") if many else ()), "update-ref", "--stdin",

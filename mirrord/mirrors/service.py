@@ -315,6 +315,17 @@ class Mirrors(Inventory):
                 await self.sync(row.name, progress)
         return row
 
+    async def _on_disk(
+        self, name: MirrorName, progress: protocol.ProgressSink | None = None
+    ) -> MirrorName:
+        """Return the name as the mirror has it, after following or syncing one that is not on disk.
+
+        The catalog is not asked for a mirror of this daemon alone.
+        """
+        if not self.sharing.is_fleet and self.path(known := self.get_name(str(name))).exists():
+            return known
+        return (await self._synced(name, progress)).name
+
     # -- commits --------------------------------------------------------------------------------
 
     async def resolve(self, name: MirrorName, commitish: str) -> Resolved:
@@ -364,7 +375,7 @@ class Mirrors(Inventory):
         """Return the commits of those ids that are annotated tags."""
         if not oids:
             return {}
-        git, path = self.git, self.path((await self._synced(name)).name)
+        git, path = self.git, self.path(await self._on_disk(name))
         doing = f"look up commits of mirror {name}"
         unproven = {*oids} - await to_thread.run_sync(find_proven, path, oids)
         kinds = await object_info(git, path, sorted(unproven), doing=doing)
@@ -420,9 +431,9 @@ class Mirrors(Inventory):
 
         Returns those still missing, with the reason that upstream gave.
         """
-        row = await self._synced(name, progress)
-        async with self.lock(row.name):
-            repository = self.repository(row.name)
+        name = await self._on_disk(name, progress)
+        async with self.lock(name):
+            repository = self.repository(name)
             unproven = {*commits} - await to_thread.run_sync(find_proven, repository.path, commits)
             if unproven:
                 # mostly all is here, and what is proven need not be looked up again
@@ -431,8 +442,11 @@ class Mirrors(Inventory):
                     unproven -= await to_thread.run_sync(find_proven, repository.path, commits)
             missing = [CommitId(oid) for oid in sorted(await repository.absent(unproven))]
             reasons: dict[CommitId, str] = {}
-            for upstream in self.upstreams(row) if missing else ():
-                path = self.path(row.name)
+            if not missing:
+                return {}
+            row = await self.get(str(name))
+            for upstream in self.upstreams(row):
+                path = self.path(name)
                 unfetched = await self.fetch_into(row, path, upstream, missing, progress)
                 reasons = {oid: reasons.get(oid, reason) for oid, reason in unfetched.items()}
                 missing = sorted(reasons)
@@ -523,22 +537,22 @@ class Mirrors(Inventory):
     ) -> dict[CommitId, str]:
         """Do so with a reason for each."""
         check_owner(owner)
-        row = await self._synced(name)
-        repository = self.repository(row.name)
-        async with self.sharing.claim(row.name) as claim, self.lock(row.name):
+        name = await self._on_disk(name)
+        repository = self.repository(name)
+        async with self.sharing.claim(name) as claim, self.lock(name):
 
             async def publish(new: Collection[CommitId]) -> None:
                 # other daemons have what published refs reach; their pins follow soon
                 if not await self.sharing.has_published(repository, new):
                     await claim.publish(repository)
 
-            await self.catch_up(row.name)
+            await self.catch_up(name)
             await repository.must_be_ours()
             refused = await self.pins.add(repository, reasons, owner, publish)
-        self.sharing.records_changed([row.name.key])
+        self.sharing.records_changed([name.key])
         if pinned := reasons.keys() - refused.keys():
             counts = {"count": len(pinned), "refused": len(refused)}
-            self.events.publish("commits.pinned", mirror=str(row.name), owner=owner, **counts)
+            self.events.publish("commits.pinned", mirror=str(name), owner=owner, **counts)
         return refused
 
     async def standing_pins(self, name: MirrorName, owner: str) -> dict[CommitId, str]:

@@ -51,7 +51,7 @@ async def sync(
     earlier = {it.commit: it for it in known_faults if offer.refs.get(it.ref) == it.commit}
     must_rest = not retry_faults and _must_rest(offer, old, earlier.values())
     failed = await _fetch_missing(fetcher, offer, present, earlier, must_rest=must_rest)
-    offer = await _without_strange_branches(fetcher, offer, failed)
+    offer = await _without_strange_branches(fetcher, offer, present, failed)
     if offer.redirected_to and not accept_loss:
         await _must_continue(repository, old, offer, failed.keys())
     parentless = await _fetch_parentless(fetcher, failed, earlier)
@@ -64,6 +64,7 @@ async def sync(
     moved = await move_refs(
         repository, present, target, offer.head,
         why="sync, loss accepted" if accept_loss else "sync", keep=parentless.values(),
+        held=fetcher.held,
     )  # fmt: skip
     return Synced(
         mirror=str(repository.name),
@@ -200,13 +201,12 @@ _NO_COMMIT = "no-commit"
 
 
 async def _without_strange_branches(
-    fetcher: Fetcher, offer: refs.Offer, failed: Collection[str]
+    fetcher: Fetcher, offer: refs.Offer, present: Refs, failed: Collection[str]
 ) -> refs.Offer:
     """Make branches that name no commit faults: git (2.39) refuses to write one."""
     repository = fetcher.repository
     branches = {ref: oid for ref, oid in offer.refs.items() if ref.startswith("refs/heads/")}
-    held = (await repository.all_refs()).items()
-    new = {ref: oid for ref, oid in branches.items() if (ref, oid) not in held}
+    new = {ref: oid for ref, oid in branches.items() if present.get(ref) != oid}
     oids = set(new.values()) - set(failed)
     kinds = fetcher.kinds | await repository.kinds(oids - fetcher.kinds.keys())
     strange = {oid: kinds[oid] for oid in oids if kinds[oid] != "commit"}
@@ -298,11 +298,13 @@ async def move_refs(
     *,
     why: str,
     keep: Iterable[str] = (),
+    held: Collection[str] = (),
 ) -> MovedRefs:
     """Move the refs that follow upstream, and HEAD, to `target`, in one transaction.
 
     Keeps the tips that they leave, and the commits of `keep`, and records the move; writes nothing
-    where nothing moves. HEAD gets the wanted branch, or else one that exists.
+    where nothing moves. HEAD gets the wanted branch, or else one that exists. `held` are ids whose
+    objects were just seen in the mirror.
     """
     changes = await refs.classify(repository, refs.compare(refs.followed_refs(present), target))
     now = await repository.head()
@@ -325,5 +327,5 @@ async def move_refs(
         kept=last.kept | kept, parents=[parent] if parent else [], why=why, last=last,
     )  # fmt: skip
     moves[HISTORY] = (parent, record)
-    await refs.commit(repository, moves, head if head != now else None)
+    await refs.commit(repository, moves, head if head != now else None, held={*held, record})
     return moved

@@ -135,7 +135,9 @@ def test_a_git_that_dies_leaves_nothing_in_the_way_of_the_next(
 
     async def body(it: House) -> None:
         # as one that was killed a moment ago left it
-        (mirror / "refs/mirrord/history.lock").write_text("")
+        lock = mirror / "refs/mirrord/history.lock"
+        lock.parent.mkdir(exist_ok=True)
+        lock.write_text("")
         upstream.commit({"new": "1"})
         await it.mirrors.sync(NAME)
         assert await it.mirrors.pin(NAME, [commit], owner="person/1", reason="") == {}

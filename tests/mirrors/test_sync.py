@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -20,7 +21,7 @@ from mirrord.errors import (
     UpstreamNotFoundError,
     UpstreamUnavailableError,
 )
-from mirrord.git.command import Git
+from mirrord.git.command import Git, GitResult
 from mirrord.host.trash import Trash
 from mirrord.mirrors.history import diff_records, list_records, read_record
 from mirrord.mirrors.quarantine import Quarantine
@@ -34,6 +35,7 @@ from mirrord.model import MirrorName
 from mirrord.protocol import Synced
 
 HEADS_AND_TAGS = ("refs/heads/*", "refs/tags/*")
+VERBS = {"cat-file", "fetch", "merge-base", "symbolic-ref", "update-ref"}
 Body = Callable[[], Awaitable[object]]
 
 
@@ -50,18 +52,19 @@ class Site:
         self.mirror.path.parent.mkdir()
         anyio.run(self.mirror.create)
 
+    def fetcher(self, url: str | None = None) -> Fetcher:
+        return Fetcher(
+            self.mirror,
+            parse_upstream(url or self.upstream.url),
+            self.quarantine,
+            timedelta(seconds=30),
+            Credentials(Settings),
+            first_pause=timedelta(),
+        )
+
     def sync(self, *patterns: str, url: str | None = None) -> Synced:
         async def body() -> Synced:
-            upstream = parse_upstream(url or self.upstream.url)
-            fetcher = Fetcher(
-                self.mirror,
-                upstream,
-                self.quarantine,
-                timedelta(seconds=30),
-                Credentials(Settings),
-                first_pause=timedelta(),
-            )
-            return await sync(fetcher, patterns or HEADS_AND_TAGS)
+            return await sync(self.fetcher(url), patterns or HEADS_AND_TAGS)
 
         return anyio.run(body)
 
@@ -114,6 +117,46 @@ def test_a_sync_without_news_writes_nothing(site: Site) -> None:
     site.sync()
     before = site.snapshot()
     assert not site.sync().changed
+    assert site.snapshot() == before
+
+
+def test_a_first_sync_writes_its_refs_without_a_git(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one file: each object was seen when it came. Later moves are git's."""
+    started, run = [], Git.run
+
+    async def counted(self: Git, *args: str, **options: Any) -> GitResult:
+        started.append(next(word for word in args if word in VERBS))
+        return await run(self, *args, **options)
+
+    monkeypatch.setattr(Git, "run", counted)
+    site.sync()
+    assert sorted(started) == ["cat-file", "fetch", "fetch"]  # the first asks for the refs
+    assert site.refs().keys() == {"refs/heads/main", "refs/tags/v1", HISTORY}
+    assert not [path for path in (site.mirror.path / "refs").rglob("*") if path.is_file()]
+    site.fsck()
+    started.clear()
+    site.upstream.commit({"other": "x"})
+    site.sync()
+    assert "update-ref" in started
+    site.fsck()
+
+
+def test_a_fetch_into_quarantine_changes_nothing_in_the_mirror(site: Site) -> None:
+    """No ref, no file: git's own guard is off, because git 2.53 refuses every fetch with it."""
+    site.sync()
+    new = site.upstream.commit({"other": "x"})
+    site.upstream.git("tag", "-a", "v2", "-m", "two")
+    before, refs, objects = site.snapshot(), site.refs(), site.quarantine.root / "objects"
+    objects.mkdir()
+
+    async def body() -> None:
+        await site.fetcher().fetch_into(objects, [new], site.upstream.url)
+
+    anyio.run(body)
+    assert any(objects.glob("pack/*.idx"))
+    assert site.refs() == refs
     assert site.snapshot() == before
 
 

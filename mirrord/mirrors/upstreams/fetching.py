@@ -85,6 +85,11 @@ class Fetcher:
     first_pause: timedelta = timedelta(seconds=0.25)
     kinds: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def held(self) -> set[str]:
+        """Return what came and is in the mirror."""
+        return {oid for oid, kind in self.kinds.items() if kind != "missing"}
+
     async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> refs.Offer:
         """Ask upstream for HEAD and the refs of `patterns`; raises UpstreamEmptyError for none."""
         line = _Line(self.first_pause)
