@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from itertools import repeat, takewhile
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pygit2
 from cachetools import LRUCache, cachedmethod
-from pygit2.enums import DescribeStrategy, ObjectType, Option, RepositoryOpenFlag
+from pygit2.enums import ConfigLevel, DescribeStrategy, ObjectType, Option, RepositoryOpenFlag
 
 from ...errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError, GitFailedError
 from ...host.files import read_plain
@@ -39,6 +40,21 @@ _HEADERS: dict[int, bytes] = {
 _FLAGS = RepositoryOpenFlag.NO_SEARCH | RepositoryOpenFlag.NO_DOTGIT | RepositoryOpenFlag.BARE
 
 
+@cache
+def _leave_out_unreadable_home() -> None:
+    """Open repositories without the user's configuration if HOME is another's, as sudo leaves it.
+
+    libgit2 opens nothing where it may not stat ~/.gitconfig.
+    """
+    try:
+        os.stat(os.path.expanduser("~/.gitconfig"))
+    except PermissionError:
+        for level in (ConfigLevel.GLOBAL, ConfigLevel.XDG):
+            pygit2.option(Option.SET_SEARCH_PATH, level, "")
+    except OSError:
+        pass
+
+
 class Objects:
     """Verified reads from one repository, by object id: hexadecimal, or 20 bytes."""
 
@@ -49,6 +65,7 @@ class Objects:
         # each turn reads the bases of its changes twice, and others on its commit read them, too
         self._blobs: LRUCache[Any, bytes] = LRUCache(_BLOB_BYTES_KEPT, getsizeof=len)
         self._reads_many = False
+        _leave_out_unreadable_home()
         try:
             self.repository = pygit2.Repository(str(git_dir), _FLAGS)
         except (pygit2.GitError, KeyError) as error:
