@@ -147,7 +147,7 @@ def test_importing_again_changes_nothing_and_says_so(house: Builder, upstream: U
         with structlog.testing.capture_logs() as told:
             await house.take([instance])
         asked = [line["command"].split()[0] for line in told if line["event"] == "git.ended"]
-        assert sorted(asked) == ["ask", "fetch", "look", "move", "move"]  # each costs 10 ms
+        assert sorted(asked) == ["ask", "fetch", "look", "move"]  # each costs 10 ms
         before = house.refs()
         with structlog.testing.capture_logs() as told:
             again = await house.take([instance])
