@@ -92,7 +92,7 @@ quick-tests: .venv/compiled
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not root and not slow and not release" $(PYTEST_ARGS)
 
 test: debian setup ## all tests and checks except those of a release; one test: PYTEST_ARGS='-k NAME'
-	@$(MAKE) --no-print-directory --jobs=3 --output-sync=line lint site all-tests
+	@$(MAKE) --no-print-directory --jobs=3 lint site all-tests
 
 # Six, because a third of them wait for a daemon, a lock or a disk; two processors are idle 13 % of the time with five.
 all-tests: .venv/compiled try-wheels try-harnesses
