@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,7 +94,7 @@ def test_a_reset_with_its_worker_is_not_tossed_between_files(
     request = StartCheckout(instance="psf__requests-1", backend=Backend.POOL)
     held = service.call(service.checkouts.checkout, request, USER_PEER)
 
-    async def run_here(function: Callable[..., Any], *args: Any, timeout: timedelta) -> Any:
+    async def run_here(function: Callable[..., Any], *args: Any, timeout: object = None) -> Any:
         return function(*args)
 
     monkeypatch.setattr(service.workers, "run", run_here)
