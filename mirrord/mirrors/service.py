@@ -335,16 +335,23 @@ class Mirrors(Inventory):
         """
         row = await self._synced(name)
         path, timeout = self.path(row.name), timedelta(seconds=30)
+
+        async def find(text: str) -> Resolved:
+            return await self.workers.run(resolve, path, text, timeout=timeout)
+
         try:
-            return await self.workers.run(resolve, path, commitish, timeout=timeout)
+            return await find(commitish)
         except errors.CommitNotFoundError:
-            # in a fleet, another daemon may have fetched and published it just now
-            if not await self.follow(row.name):
-                parentless = find_parentless(_faults(row), commitish)
-                if parentless is None:
-                    raise
-                commitish = parentless
-            return await self.workers.run(resolve, path, commitish, timeout=timeout)
+            if self.sharing.is_fleet:
+                # another daemon may have published it just now; who waited for the mirror's lock
+                # while this one followed finds nothing new, and the commit all the same
+                await self.follow(row.name)
+                with suppress(errors.CommitNotFoundError):
+                    return await find(commitish)
+            parentless = find_parentless(_faults(row), commitish)
+            if parentless is None:
+                raise
+            return await find(parentless)
 
     async def resolve_revisions(
         self, name: MirrorName, revisions: Collection[str]
