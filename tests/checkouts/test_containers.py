@@ -17,6 +17,7 @@ import pytest
 from checkout_parts import ROOT_PEER, running_service
 from daemons import Daemon, daemon
 from gitrepos import ENV, Upstream
+from mount_table import mount_lines
 from waiting import until
 
 from mirrord.config import Settings
@@ -191,9 +192,7 @@ def test_the_binds_outlive_a_daemon_that_leaves_a_lease(tmp_path: Path) -> None:
             it.start()
             for made in held:
                 assert Path(made["path"], "README").read_text() == "1\n"
-            mounted = [
-                line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
-            ]
+            mounted = [line.split()[4] for line in mount_lines()]
             assert mounted.count(str(checkouts)) == 1
         for made in held:
             release(it, made)

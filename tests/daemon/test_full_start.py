@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from daemons import Daemon
 from gitrepos import Upstream
+from mount_table import mount_lines
 
 pytestmark = pytest.mark.root
 
@@ -70,11 +71,7 @@ class Disk:
             return
 
     def remove(self) -> None:
-        mounted = [
-            line.split()[4]
-            for line in Path("/proc/self/mountinfo").read_text().splitlines()
-            if f" {self.at}" in line
-        ]
+        mounted = [line.split()[4] for line in mount_lines() if f" {self.at}" in line]
         for place in reversed(mounted):
             subprocess.run(["umount", "--lazy", place], check=True)
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mount_table import mount_lines
+
 _EXT4_IOC_SHUTDOWN = 0x8004587D  # linux/ext4.h, _IOR('X', 125, __u32)
 _NO_LOG_FLUSH = 2
 _FREE_S = 10.0
@@ -29,7 +31,7 @@ def run(*command: str | Path) -> None:
 
 def unmount(path: Path) -> None:
     """Take everything away that is mounted at or below `path`; nothing there is fine."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    lines = mount_lines()
     targets = [line.split()[4] for line in lines]
     for target in sorted(
         (t for t in targets if t == str(path) or t.startswith(f"{path}/")), reverse=True

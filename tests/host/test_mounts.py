@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyone
 import pytest
+from mount_table import mount_lines
 from mounted_templates import GIT, KERNELS, TREE, Lab, mounted_below, mounted_templates
 
 from mirrord.errors import BackendUnavailableError, CheckoutBusyError
@@ -129,11 +130,7 @@ def test_the_table_of_mounts_shows_only_the_checkout(lab: Lab, mounter: LocalMou
     """Every user may read it: no commit, no owner, and no path but the checkout's."""
     order = lab.checkout(USER)
     lab.mount(mounter, order)
-    (line,) = [
-        line
-        for line in Path("/proc/self/mountinfo").read_text().splitlines()
-        if order.checkout in line
-    ]
+    (line,) = [line for line in mount_lines() if order.checkout in line]
     assert line.split()[4] == str(lab.tree(order))
     said = line.replace(str(lab.tree(order)), "")
     for secret in (
@@ -182,9 +179,7 @@ def test_an_idmapped_layer_is_private_and_read_only(lab: Lab, kernel: tuple[int,
         with pytest.raises(OSError, match="Read-only"):
             os.open(f"{TREE}/README", os.O_WRONLY, dir_fd=clone)
         place = lab.state / "idmaps"
-        attached_ids = {
-            line.split()[0] for line in Path("/proc/self/mountinfo").read_text().splitlines()
-        }
+        attached_ids = {line.split()[0] for line in mount_lines()}
         assert (str(mounts.mount_id(clone)) in attached_ids) == (kernel < (6, 15))
         if kernel >= (6, 15):
             assert mounted_below(lab.state) == []
@@ -196,7 +191,7 @@ def test_an_idmapped_layer_is_private_and_read_only(lab: Lab, kernel: tuple[int,
                 0o700,
             )
             assert re.fullmatch("[0-9a-f]{16}", Path(attached).name)
-            mountinfo = Path("/proc/self/mountinfo").read_text().splitlines()
+            mountinfo = mount_lines()
             said = " ".join(line for line in mountinfo if str(place) in line)
             assert not re.search(r"\b(1234[56]|shared:|master:)", said)
     mapped.close()
@@ -326,11 +321,7 @@ def test_client_directories_are_bound_nosuid_and_nodev(lab: Lab, mounter: LocalM
         LocalMounter(lab.state).open()
     bound = [str(lab.state / name) for name in ("leases", "checkouts")]
     assert mounted_below(lab.state) == bound
-    lines = [
-        line.split()
-        for line in Path("/proc/self/mountinfo").read_text().splitlines()
-        if line.split()[4] in bound
-    ]
+    lines = [line.split() for line in mount_lines() if line.split()[4] in bound]
     assert all(
         {"nosuid", "nodev"} <= {*line[5].split(",")} and line[6].startswith("shared:")
         for line in lines

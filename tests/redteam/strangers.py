@@ -15,6 +15,8 @@ from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 
+from mount_table import mount_lines
+
 from .scene import MEMBER, OWNER, STRANGER, VICTIM, Scene, attack, denied, must
 
 _PARAMETERS = {"name": "x", "id": "x", "commit": "1" * 40, "key": "x"}
@@ -36,9 +38,7 @@ def another_tree_is_read(at: Scene) -> str:
 
 @attack(STRANGER)
 def mounts_tell_of_checkouts(at: Scene) -> str:
-    lines = [
-        line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "overlay" in line
-    ]
+    lines = [line for line in mount_lines() if "overlay" in line]
     told = [line for line in lines if at.commit[:12] in line or "templates" in line]
     must(not told, str(told[:1]))
     return "options of overlays are given to the kernel by descriptor"

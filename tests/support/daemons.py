@@ -18,6 +18,7 @@ from typing import Any
 
 import anyone
 from forked import Forked, Forker
+from mount_table import mount_lines
 
 from mirrord.api.application import Routes
 from mirrord.errors import MirrordError
@@ -227,7 +228,7 @@ def _iter_chunks(body: bytes) -> Iterator[bytes]:
 
 def unmount_below(root: Path) -> None:
     """Take away the mounts of checkouts that nobody released: they outlive the daemon, as they should."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    lines = mount_lines()
     for target in sorted((line.split()[4] for line in lines), reverse=True):
         if target.startswith(f"{root}/"):
             subprocess.run(["umount", "--lazy", target], check=False, capture_output=True)

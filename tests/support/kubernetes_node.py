@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 from daemons import Daemon, daemon
+from mount_table import mount_lines
 from volume_driver import put_environment, write_tasks
 from waiting import until
 
@@ -125,7 +126,7 @@ class Node:
 
     def mounts(self) -> list[str]:
         """What is mounted below the kubelet's directory, as the host sees it."""
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = mount_lines()
         return [line for line in lines if line.split()[4].startswith(f"{self.kubelet}/")]
 
     def labels(self) -> list[str | None]:

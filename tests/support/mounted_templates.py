@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mount_table import mount_lines
+
 from mirrord.host import mounts
 from mirrord.host.files import opened
 from mirrord.host.mounting import Mounter
@@ -83,7 +85,7 @@ class Lab:
 
 def mounted_below(directory: Path) -> list[str]:
     """Where something is mounted, the deepest first."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    lines = mount_lines()
     return sorted(
         (line.split()[4] for line in lines if line.split()[4].startswith(f"{directory}/")),
         reverse=True,

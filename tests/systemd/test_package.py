@@ -21,6 +21,7 @@ import firstsession
 import installed
 import nspawn
 import pytest
+from mount_table import mount_lines
 from sessions import Shell
 
 import mirrord
@@ -108,7 +109,7 @@ class Host:
         return int(self.machine.show("mirrord.service", "MainPID"))
 
     def mounts(self) -> list[str]:
-        table = Path(f"/proc/{self.machine.leader}/mountinfo").read_text().splitlines()
+        table = mount_lines(self.machine.leader)
         return [line.split()[4] for line in table if line.split()[4].startswith(f"{STATE}/")]
 
 
