@@ -6,7 +6,6 @@ Ends on SIGTERM; volumes stay published.
 import argparse
 import logging
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from .server import NAME, add_services
 from .volumes import PodVolumes
 
 _THREADS_MAX = 128  # a kubelet has at most 110 pods
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger("mirrord.kubernetes")
 
@@ -46,9 +46,9 @@ def main() -> None:
     if options.ttl < timedelta(seconds=1):
         parser.error("--ttl: must be at least a second")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    # Before any thread, which inherits the mask. A handler that sets an Event may interrupt `wait`
+    # while that holds the event's lock, or just before it sleeps: the plugin would never end.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     # the kubelet retries, with growing pauses, while the daemon is busy or starting
     with Client(options.socket, patience=timedelta(), retries=0) as client:
         volumes = PodVolumes(client, options.kubelet, options.ttl)
@@ -58,7 +58,7 @@ def main() -> None:
         server.start()
         log.info("%s serves node %s at %s", NAME, options.node, options.endpoint)
         pause = timedelta()
-        while not stopping.wait(pause.total_seconds()):
+        while signal.sigtimedwait(_ENDING, pause.total_seconds()) is None:
             pause = _renew(volumes)
         server.stop(grace=5).wait()
 
