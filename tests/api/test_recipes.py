@@ -18,7 +18,7 @@ from gitrepos import Upstream
 
 pytestmark = pytest.mark.root
 
-AGENT, HARNESS, GROUP = 34521, 34522, 34523
+AGENT, HARNESS, GROUP = 34581, 34582, 34583
 RUN_AGENT = f"""#!{BARE_PYTHON}
 import json, os, socket
 body = b'{{"instance": "psf/requests@main"}}'

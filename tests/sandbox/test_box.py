@@ -75,7 +75,7 @@ for call in (libc.process_vm_readv, libc.process_vm_writev):
 attempt("keys", lambda: must(len(open("/proc/keys").read()) - 1))
 attempt("another's root", lambda: os.listdir(f"/proc/{outside}/root"))
 attempt("socket", lambda: connect(socket.AF_UNIX, server))
-attempt("abstract socket", lambda: connect(socket.AF_UNIX, "\\0mirrord-test-box"))
+attempt("abstract socket", lambda: connect(socket.AF_UNIX, "\\0mirrord-test-box-" + outside))
 attempt("shadow", lambda: open("/etc/shadow").read())
 attempt("host's user", lambda: must(open("/etc/passwd").read().count("daemon") - 1))
 attempt("usr", lambda: open("/usr/x", "w"))
@@ -148,7 +148,7 @@ def test_nothing_leads_out_of_a_sandbox(
     server.listen()
     os.chmod(f"{secret}.socket", 0o777)
     abstract = socket.socket(socket.AF_UNIX)
-    abstract.bind("\0mirrord-test-box")
+    abstract.bind(f"\0mirrord-test-box-{os.getpid()}")
     abstract.listen()
     try:
         script = [PYTHON, "-c", ESCAPES, str(secret), f"{secret}.socket", str(os.getpid())]

@@ -15,7 +15,8 @@ from accounts import accounts
 from daemons import Daemon
 from gitrepos import Upstream
 
-UID, SUB = 47110, 471100000
+# a user of this process's own: tests beside it may give theirs subordinate ids
+UID, SUB = 1_000_000 + os.getpid(), 471_100_000
 WITHOUT = (
     "bwrap",
     "--die-with-parent",
