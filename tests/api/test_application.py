@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 from anyone import BARE_PYTHON, NOBODY
 from daemons import Daemon, daemon, parse_response
+from waiting import BOUND_S
 
 from mirrord.api.table import ENDPOINTS
 from mirrord.errors import MirrordError, iter_errors
@@ -202,7 +203,7 @@ def test_64_clients_at_once_all_get_their_answers(running: Daemon) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(BOUND_S)
     assert not failures
 
 

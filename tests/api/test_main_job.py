@@ -15,7 +15,7 @@ import pytest
 from anyone import BARE_PYTHON, NOBODY
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord.protocol import RESULTS
 
@@ -39,7 +39,7 @@ class World:
     def finished(self, operation: dict[str, Any]) -> dict[str, Any]:
         """The operation once it has ended."""
         assert "id" in operation, operation
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + BOUND_S
         while operation["state"] == "running" and time.monotonic() < deadline:
             time.sleep(0.05)
             operation = self.daemon.json("GET", f"/v1/operations/{operation['id']}")
@@ -370,7 +370,7 @@ def test_a_damaged_catalog_keeps_the_daemon_from_starting_and_says_so(world: Wor
     catalog.write_bytes(damaged)
     world.daemon.start(wait=False)
     assert world.daemon.process is not None
-    status = world.daemon.process.wait(30)
+    status = world.daemon.process.wait(BOUND_S)
     world.daemon.process = None
     assert status == 8
     assert "catalog" in world.daemon.log.splitlines()[-2]

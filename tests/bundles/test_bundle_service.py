@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord import Client
 from mirrord.bundles.bundle_file import header_bytes, read_header
@@ -208,7 +208,7 @@ def test_a_kill_in_an_import_leaves_what_the_same_import_finishes(pair: Pair, mo
     }
     with Client(pair.other.socket) as client:
         client.import_bundle(pair.file)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + BOUND_S
         while (
             not signs[moment]()
             and not pair.mirror(pair.other).exists()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from catalog.test_catalog import NOW, commit, place, server  # noqa: F401
 from sqlalchemy import update
+from waiting import BOUND_S
 
 from mirrord.catalog import (
     Claim,
@@ -313,10 +314,10 @@ def test_a_publication_and_a_takeover_at_once_are_one_after_the_other(
             new = Generation(1, 1, "0" * 64)
             seen.append(fleet.publish_generation(connection, "n1", "o__a", new, None))
             entered.set()
-            go_on.wait(5)
+            go_on.wait(BOUND_S)
 
     def taker() -> None:
-        entered.wait(5)
+        entered.wait(BOUND_S)
         threading.Timer(0.2, go_on.set).start()
         with closing(Database(place)) as mine:
             seen.append(claim(mine, "n2", "mirror/o__a"))  # waits for the publication

@@ -13,6 +13,7 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 from typed import typed
+from waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +159,7 @@ def test_a_truncated_catalog_is_refused_and_made_again(world: World) -> None:
     )
     world.daemon.start(wait=False)
     assert world.daemon.process is not None
-    assert world.daemon.process.wait(20) == 8
+    assert world.daemon.process.wait(BOUND_S) == 8
     assert "move the file away" in world.daemon.log
     assert (world.catalog.stat().st_size, world.pins()) == (20_000, before)
     world.remove_catalog()

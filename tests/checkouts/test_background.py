@@ -11,6 +11,7 @@ import anyio
 import pytest
 from checkout_parts import NAME, USER, USER_PEER, Service, running_service
 from gitrepos import Upstream, git
+from waiting import BOUND_S
 from worker_calls import hang
 
 from mirrord.model import Backend, CommitId, History
@@ -36,7 +37,7 @@ def test_no_answer_waits_behind_prewarming(service: Service) -> None:
 
     async def asked(work: Awaitable[T]) -> T:
         Askers(USER).bind()
-        with anyio.fail_after(60):
+        with anyio.fail_after(BOUND_S):
             return await work
 
     async def start(commit: CommitId) -> str:

@@ -17,6 +17,7 @@ import anyio
 import pytest
 from checkout_parts import Service, running_service
 from gitrepos import ENV, Upstream, git
+from waiting import BOUND_S
 
 from mirrord.checkouts.volumes import Existing, Volumes
 from mirrord.errors import CheckoutBusyError, DiskFullError, InvalidRequestError, MirrordError
@@ -253,7 +254,7 @@ def test_a_store_that_root_wrote_to_is_built_again(service: Service, damage: str
 
 
 async def until_a_spare_is_ready(service: Service) -> None:
-    with anyio.fail_after(60):
+    with anyio.fail_after(BOUND_S):
         while not service.checkouts.pool.spares.ready:
             await anyio.sleep(0.01)
 
@@ -399,7 +400,7 @@ def test_a_sandbox_shows_the_store_read_only(service: Service) -> None:
         touch {held.borrows}/pack/mine; chmod u+w {pack}; echo junk > {pack}"""
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     with box.start(["sh", "-c", script], stdin=nothing, stdout=pipe, stderr=pipe) as started:
-        stdout, stderr = started.communicate(timeout=60)
+        stdout, stderr = started.communicate(timeout=BOUND_S)
     assert stdout.splitlines()[0] == held.commit.encode()
     assert b"hidden" in stdout
     assert stderr.count(b"Read-only file system") >= 2

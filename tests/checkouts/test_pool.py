@@ -27,6 +27,7 @@ from checkout_parts import (
     running_pool,
 )
 from gitrepos import Upstream, git
+from waiting import BOUND_S
 
 from mirrord.checkouts.lease import Lease
 from mirrord.model import CommitId, History
@@ -346,7 +347,7 @@ def test_renamed_directories_are_deleted_soon(run_pool: Callable[..., None]) -> 
 
 
 async def until_gone(directory: Path) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(BOUND_S):
         while any(path.name.startswith(".trash-") for path in directory.iterdir()):
             await anyio.sleep(0.02)
 

@@ -25,6 +25,7 @@ from checkout_parts import (
     running_service,
 )
 from gitrepos import Upstream, git
+from waiting import BOUND_S
 
 from mirrord.checkouts.pool import spares
 from mirrord.model import Backend, History
@@ -180,7 +181,7 @@ def test_who_holds_a_released_tree_reaches_no_later_checkout(
 
 
 async def until_ready(pool: Pool, count: int) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(BOUND_S):
         while len(pool.backend.spares.ready) < count:
             await anyio.sleep(0.01)
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from daemons import Daemon, daemon
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord import Client, protocol
 from mirrord.cli.activity import render
@@ -150,8 +150,8 @@ class Terminal:
     def close(self) -> int:
         """Press q; answers the exit status. The terminal is as it was."""
         os.write(self.ours, b"q")
-        until(lambda: self.shows("\x1b[?1049l"), 30)  # the screen of before
-        status = self.process.wait(30)
+        until(lambda: self.shows("\x1b[?1049l"))  # the screen of before
+        status = self.process.wait(BOUND_S)
         assert termios.tcgetattr(self.theirs) == self.modes
         for descriptor in (self.ours, self.theirs):
             os.close(descriptor)
@@ -162,11 +162,11 @@ def test_on_a_terminal_it_lives_through_a_restart_and_ends_with_q() -> None:
     """The last picture stays while the daemon is gone."""
     with daemon() as running:
         terminal = Terminal(command(running, "--interval", "100ms"))
-        until(lambda: terminal.shows(f"pid {running.pid}"), 30)
+        until(lambda: terminal.shows(f"pid {running.pid}"))
         running.stop()
-        until(lambda: terminal.shows("waiting for the daemon"), 30)
+        until(lambda: terminal.shows("waiting for the daemon"))
         running.start(wait=False).wait_until_healthy(60)
-        until(lambda: terminal.shows(f"pid {running.pid}"), 30)
+        until(lambda: terminal.shows(f"pid {running.pid}"))
         with Client(running.socket) as client:
             assert "get_activity" in {each.endpoint for each in client.activity().endpoints}
         assert terminal.close() == 0

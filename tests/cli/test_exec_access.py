@@ -17,7 +17,7 @@ from anyone import BARE_PYTHON, python
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 from procsearch import command as search
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord.sandbox.relaying import forwarding
 
@@ -199,7 +199,7 @@ def test_a_command_ends_with_its_exec_whoever_it_has_become(
         assert world.held()
         running.send_signal(number)
         caught = number == signal.SIGTERM
-        assert running.wait(20) == (3 if caught else -number)
+        assert running.wait(BOUND_S) == (3 if caught else -number)
         assert running.stdout.read() == ("caught\n" if caught else "")
     until(lambda: not world.held() and f"sleep\0{seconds}\0".encode() not in _commands())
 
@@ -273,7 +273,7 @@ def test_a_signal_from_before_the_command_was_known_reaches_it() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         with subprocess.Popen(["sleep", "1000"]) as process:
             forward_to(process)
-            assert process.wait(20) == -signal.SIGTERM
+            assert process.wait(BOUND_S) == -signal.SIGTERM
 
 
 ATTACKS = {
@@ -300,7 +300,7 @@ def test_an_agent_cannot_keep_its_exec_from_ending(world: World, by: str) -> Non
         if by == "a signal":
             assert process.stdout.readline() == "began\n"
             process.send_signal(signal.SIGTERM)
-    statuses = [process.wait(60) for process in running]
+    statuses = [process.wait(BOUND_S) for process in running]
     for process in running:
         assert process.stdout is not None
         process.stdout.close()

@@ -18,7 +18,7 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 from typed import typed
-from waiting import until
+from waiting import BOUND_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
     process = site.start("mirror", "add", "c/stuck", "--url", site.silent_url)
     until(lambda: site.polls > before)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=BOUND_S)
     assert process.returncode == 130
     found = re.search(
         r"operation (\w+) is still running: `mirrord operation wait \1` waits for it, `mirrord operation cancel \1` cancels it",
@@ -126,7 +126,7 @@ def test_ctrl_c_names_every_operation_that_continues(site: Site) -> None:
     before = site.polls  # then one may come that is still of the first operation, and its last
     until(lambda: site.polls > before + 2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=BOUND_S)
     (identity,) = re.findall(r"operation (\w+) is still running", err)
     assert site.run("operation", "cancel", identity)[0] == 0
 
@@ -142,7 +142,7 @@ def test_watching_ends_as_the_work_does(site: Site) -> None:
         assert identity in (line := watcher.stdout.readline()) or "d__stuck running" in line
     site.run("operation", "cancel", identity)
     for watcher in watchers:
-        _, err = watcher.communicate(timeout=20)
+        _, err = watcher.communicate(timeout=BOUND_S)
         assert watcher.returncode == 5
         assert "cancelled" in err
 
@@ -165,7 +165,7 @@ def test_status_waits_for_a_daemon_that_is_starting(site: Site) -> None:
         with subprocess.Popen([*command, "30s"], stdout=subprocess.PIPE) as waiting:
             time.sleep(0.3)
             made.start()
-            out, _ = waiting.communicate(timeout=30)
+            out, _ = waiting.communicate(timeout=BOUND_S)
         assert json.loads(out)["pid"] == made.pid
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord import Client, Missing, Readiness, Rehearsed, UnexpectedTest
 from mirrord.cli.main import run
@@ -274,7 +274,7 @@ def run_away(world: World, words: tuple[str | Path, ...], number: int, state: Pa
     command = world.command(*words, "--jobs", "2")
     pipe = subprocess.DEVNULL
     with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + BOUND_S
         while not (state.exists() and b"\n" in state.read_bytes()):
             assert process.poll() is None
             assert time.monotonic() < deadline

@@ -21,7 +21,7 @@ from canned import CHECKOUT, CHECKOUT_ROUTES, LEASE, OPERATION
 from gitrepos import Upstream
 from httpserver import serving
 from verbs import ARGUMENTS, NEEDS_NO_DAEMON
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord import errors
 from mirrord.cli.commands import build
@@ -691,7 +691,7 @@ def test_ctrl_c_while_modules_load_is_no_traceback(
         lone_process.append(process)
         until((folder / "loading").exists)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=BOUND_S)
         assert (process.returncode in (130, -signal.SIGINT), told) == (True, b"")
 
 
@@ -717,7 +717,7 @@ def test_ctrl_c_ends_with_130(path: Path, lone_process: list[subprocess.Popen[by
     ended = threading.Event()
 
     def hang(_: object) -> None:
-        ended.wait(60)
+        ended.wait(BOUND_S)
 
     with serving(path, {("GET", "/v1/status"): hang}) as server:
         process = subprocess.Popen(
@@ -728,7 +728,7 @@ def test_ctrl_c_ends_with_130(path: Path, lone_process: list[subprocess.Popen[by
         lone_process.append(process)
         until(lambda: server.seen)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=BOUND_S)
         ended.set()
     assert (process.returncode, told) == (130, b"")
 
@@ -1016,7 +1016,7 @@ def test_exec_forwards_signals_and_releases(
     until(ready.exists)
     time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(60) == 128 + number
+    assert process.wait(BOUND_S) == 128 + number
     assert leased.asked[-1] == ("DELETE", CHECKOUT)
 
 

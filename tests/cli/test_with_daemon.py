@@ -22,7 +22,7 @@ from anyone import NOBODY
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 from typed import typed
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord import AsyncClient, Client, Sandbox, doctor
 from mirrord.cli import support
@@ -883,6 +883,6 @@ def test_following_events_on_the_command_line_ends_with_ctrl_c(world: World) -> 
         assert follower.stdout is not None
         assert json.loads(follower.stdout.readline())["id"] == 1
         follower.send_signal(signal.SIGINT)
-        assert follower.wait(60) == 130
+        assert follower.wait(BOUND_S) == 130
         assert follower.stderr is not None
         assert follower.stderr.read() == b""

@@ -19,6 +19,7 @@ import unasync
 from anyone import NOBODY
 from canned import CHECKOUT, CHECKOUT_ROUTES, COMMIT, HEALTH, LEASE, OPERATION, TREE
 from httpserver import Handler, serving
+from waiting import BOUND_S
 
 import mirrord
 from mirrord import AsyncClient, Client, errors
@@ -160,20 +161,21 @@ def test_a_client_waits_for_a_restarting_daemon(path: Path) -> None:
     with Client(path) as client:
         with serving(path, routes):
             client.health()
-        again = threading.Thread(target=_serve_later, args=(path, routes, client))
+        is_answered = threading.Event()
+        again = threading.Thread(target=_serve_later, args=(path, routes, is_answered))
         again.start()
         assert client.health().status == "ok"
         assert client.checkout("x").commit == COMMIT
+        is_answered.set()
         again.join()
 
 
-def _serve_later(path: Path, routes: dict[tuple[str, str], Any], client: Client) -> None:
+def _serve_later(
+    path: Path, routes: dict[tuple[str, str], Any], is_answered: threading.Event
+) -> None:
     time.sleep(0.1)
-    with serving(path, routes) as server:
-        deadline = time.monotonic() + 10
-        while len(server.seen) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.05)
+    with serving(path, routes):
+        is_answered.wait(BOUND_S)
 
 
 def test_patience_with_a_restarting_daemon_has_an_end(path: Path) -> None:
@@ -197,12 +199,18 @@ def test_a_stopping_daemon_is_asked_again(path: Path) -> None:
 
 def test_a_silent_daemon_misses_the_deadline(path: Path) -> None:
     """The timeout is the client's."""
+    is_over = threading.Event()
+
+    def hang(_: Handler) -> None:
+        is_over.wait(BOUND_S)
+
     with (
-        serving(path, {("GET", "/v1/status"): lambda h: time.sleep(0.2)}),
+        serving(path, {("GET", "/v1/status"): hang}),
         Client(path, timeout=timedelta(seconds=0.05)) as client,
-        pytest.raises(errors.DeadlineError),
     ):
-        client.status()
+        with pytest.raises(errors.DeadlineError):
+            client.status()
+        is_over.set()
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"[]", b'{"version": 1}'])
@@ -351,8 +359,9 @@ def test_a_cancelled_task_still_releases_its_checkout(path: Path) -> None:
 
     async def scene() -> None:
         async with AsyncClient(path) as client:
-            with anyio.move_on_after(0.1):
+            with anyio.CancelScope() as scope:
                 async with client.checkout("x"):
+                    scope.cancel()
                     await anyio.sleep_forever()
 
     with serving(path, CHECKOUT_ROUTES) as server:

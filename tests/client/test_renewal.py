@@ -26,9 +26,9 @@ from mirrord import AsyncClient, CheckoutNotFoundError, Client
 
 pytestmark = pytest.mark.slow
 
-TTL = 1.5
+TTL = 4
 """Seconds. A renewal is due after a third of it: this machine may be away for as long as the rest."""
-LONGER = 2.5
+LONGER = 5
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +107,10 @@ def test_a_lease_is_renewed_at_a_third_of_its_time(
         return renew(checkout, ttl)
 
     monkeypatch.setattr(client, "renew_checkout", counted)
+    began = time.monotonic()
     with client.checkout("o__r@main", ttl=3):
-        time.sleep(3.5)
-    assert 2 <= len(asked) <= 4
+        until(lambda: len(asked) >= 2)
+    assert len(asked) <= time.monotonic() - began
 
 
 def test_who_does_not_want_it_keeps_the_deadline(running: Daemon, client: Client) -> None:
@@ -174,21 +175,20 @@ def test_the_lease_of_a_client_that_was_killed_ends(running: Daemon) -> None:
         import sys, time
         from mirrord import Client
         client = Client(sys.argv[1])
-        checkout = client.checkout("o__r@main", ttl=1.5)
+        checkout = client.checkout("o__r@main", ttl=float(sys.argv[3]))
         print(checkout.id, flush=True)
         time.sleep(float(sys.argv[2]))
     """)
     start = [sys.executable, "-c", script, str(running.socket)]
-    with subprocess.Popen([*start, "60"], stdout=subprocess.PIPE, text=True) as working:
+    with subprocess.Popen([*start, "60", str(TTL)], stdout=subprocess.PIPE, text=True) as working:
         assert working.stdout is not None
         held = working.stdout.readline().strip()
         time.sleep(LONGER)
         assert _is_there(running, held)
         os.kill(working.pid, signal.SIGKILL)
     until(lambda: not _is_there(running, held))
-    assert (
-        subprocess.run([*start, "0"], capture_output=True, check=False, timeout=90).returncode == 0
-    )
+    ended = subprocess.run([*start, "0", str(TTL)], capture_output=True, check=False, timeout=90)
+    assert ended.returncode == 0
 
 
 def test_renewal_goes_on_after_a_restart_of_the_daemon(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
-from waiting import until
+from waiting import BOUND_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
@@ -48,7 +48,7 @@ def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
         running.state_dir.symlink_to(running.root / "unmounted")
         running.start(wait=False)
         assert running.process is not None
-        assert running.process.wait(60) == 7
+        assert running.process.wait(BOUND_S) == 7
         running.process = None
         assert "Traceback" not in running.log
         assert not (running.root / "unmounted").exists()

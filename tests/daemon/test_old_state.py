@@ -14,7 +14,7 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 from next_release import NEXT, next_release
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord.catalog.schema import HEAD
 
@@ -71,7 +71,7 @@ def _ended(running: Daemon) -> tuple[int, str]:
     running.log_path.unlink()
     running.start(wait=False)
     assert running.process is not None
-    status, running.process = running.process.wait(60), None
+    status, running.process = running.process.wait(BOUND_S), None
     return status, running.log
 
 

@@ -21,7 +21,7 @@ import anyone
 import pytest
 from anyone import NOBODY
 from daemons import Daemon, daemon
-from waiting import until
+from waiting import BOUND_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def ended(made: Daemon) -> tuple[int, str]:
     """Exit status and output of a daemon that ends."""
     made.start(wait=False)
     assert made.process is not None
-    status = made.process.wait(60)
+    status = made.process.wait(BOUND_S)
     made.process = None
     return status, made.log
 
@@ -139,7 +139,7 @@ def test_what_a_child_of_a_killed_daemon_still_holds_is_waited_for() -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         listener.bind(str(made.socket))
         listener.listen()
-        listener.settimeout(60)
+        listener.settimeout(BOUND_S)
         made.start(wait=False)
         until(lambda: opens(made.pid, "daemon.lock"))
         os.close(held)
@@ -227,7 +227,7 @@ def test_a_request_that_waits_for_a_start_that_fails_is_answered_at_once() -> No
             answer = None
             with suppress(ConnectionError, FileNotFoundError):  # the daemon was quicker
                 answer = made.get("/v1/status")
-            ended, made.process = made.process.wait(60), None
+            ended, made.process = made.process.wait(BOUND_S), None
         finally:
             subprocess.run(["umount", made.state_dir], check=True)
         if answer is not None:
@@ -329,11 +329,11 @@ def test_an_ordinary_user_needs_no_login_session(scratch: Path, case: str) -> No
     try:
         made.wait_until_healthy()
         assert (scratch / ".local/state/mirrord/mirrors").is_dir()
-        assert start("-m", "mirrord", "status").wait(30) == 0, made.log
+        assert start("-m", "mirrord", "status").wait(BOUND_S) == 0, made.log
         if "state" in socket_name:
             assert made.socket.parent.stat().st_mode & 0o777 == 0o700
             logged_in = {"XDG_RUNTIME_DIR": str(scratch / "run")}
-            assert start("-m", "mirrord", "status", **logged_in).wait(30) == 0, made.log
+            assert start("-m", "mirrord", "status", **logged_in).wait(BOUND_S) == 0, made.log
     finally:
         assert made.stop() == 0
 
@@ -359,7 +359,7 @@ def test_the_service_manager_hears_of_each_step(scratch: Path) -> None:
     """READY when requests are served, RELOADING around a reload, WATCHDOG from the loop, STOPPING at the end."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(scratch / "notify"))
-        manager.settimeout(15)
+        manager.settimeout(BOUND_S)
         made = Daemon(
             scratch,
             environment={"NOTIFY_SOCKET": str(scratch / "notify"), "WATCHDOG_USEC": "200000"},

@@ -12,7 +12,7 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 from typed import typed
-from waiting import until
+from waiting import BOUND_S, until
 from web_daemon import page, page_daemon
 
 pytestmark = pytest.mark.slow
@@ -198,7 +198,7 @@ def test_lines_for_the_journal_begin_with_their_priority(tmp_path: Path) -> None
         running.log_path.write_text("")
         running.start(wait=False)
         assert running.process is not None
-        assert running.process.wait(20) == 2
+        assert running.process.wait(BOUND_S) == 2
         assert running.log.startswith("<3>mirrord: cannot use configuration")
         assert all(line.startswith("<3>") for line in running.log.splitlines())
 

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import structlog
+from waiting import BOUND_S
 
 from mirrord.engine.timetable import Job, Schedule
 from mirrord.errors import ResourceError, UpstreamNotFoundError, UpstreamThrottledError
@@ -57,7 +58,7 @@ async def test_a_job_runs_each_interval() -> None:
 
     schedule, _ = await opened(every(timedelta(seconds=0.02), run))
     schedule.states()
-    with anyio.fail_after(20):
+    with anyio.fail_after(BOUND_S):
         await ran.wait()
     (state,) = schedule.states()
     assert state.last_at is not None
@@ -83,7 +84,7 @@ async def test_a_job_runs_for_nobody() -> None:
         await schedule.reconcile()
 
     await asyncio.create_task(request())
-    with anyio.fail_after(20):
+    with anyio.fail_after(BOUND_S):
         while len(seen) < 5:
             await anyio.sleep(0.01)
     assert seen == [([], {})] * len(seen)
@@ -144,7 +145,7 @@ async def test_a_failure_is_kept_for_the_status_and_the_next_turn_comes(error: E
         raise error
 
     schedule, _ = await opened(every(timedelta(seconds=0.02), run))
-    with anyio.fail_after(20):
+    with anyio.fail_after(BOUND_S):
         await turns.wait()
         while not schedule.states()[0].last_error:
             await anyio.sleep(0.01)
@@ -169,7 +170,7 @@ async def test_a_job_never_runs_beside_itself() -> None:
             done.set()
 
     schedule, _ = await opened(every(timedelta(seconds=0.01), run))
-    with anyio.fail_after(20):
+    with anyio.fail_after(BOUND_S):
         await done.wait()
     assert most == 1
     await schedule.close()
@@ -204,7 +205,7 @@ async def test_its_next_turn_is_its_place_again() -> None:
     await schedule.close()
     late = Job("sync/a__b", HOUR, run, jitter, utc_now() - 9 * HOUR)
     schedule, _ = await opened(late)
-    with anyio.fail_after(60):
+    with anyio.fail_after(BOUND_S):
         await ran.wait()
         while (state := schedule.states()[0]).next_at != place.next_at:
             await anyio.sleep(0.01)
@@ -230,7 +231,7 @@ async def test_a_failure_is_tried_again_before_the_next_turn() -> None:
     schedule, _ = await opened(
         Job("job", HOUR, run, since=utc_now() - 2 * HOUR, retry=timedelta(seconds=0.02))
     )
-    with anyio.fail_after(20):
+    with anyio.fail_after(BOUND_S):
         await done.wait()
     (state,) = schedule.states()
     assert state.last_error is None
@@ -250,7 +251,7 @@ async def test_a_retry_waits_as_long_as_upstream_asks() -> None:
     schedule, _ = await opened(
         Job("job", HOUR, run, since=utc_now() - 2 * HOUR, retry=timedelta(seconds=0.02))
     )
-    with anyio.fail_after(20):
+    with anyio.fail_after(BOUND_S):
         await failed.wait()
         while not schedule.states()[0].last_error:
             await anyio.sleep(0.01)

@@ -410,9 +410,10 @@ def index() -> Iterator[tuple[str, list[int]]]:
 def descendants(pid: int) -> dict[int, str]:
     """The processes below one, with their arguments."""
     listed = subprocess.run(
-        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, errors="replace", check=True
     )
-    rows = [line.split(None, 2) for line in listed.stdout.splitlines()[1:]]
+    # those of other tests may have no arguments
+    rows = [(*line.split(None, 2), "")[:3] for line in listed.stdout.splitlines()[1:]]
     found = {pid: ""}
     while more := {
         int(p): args for p, above, args in rows if int(above) in found and int(p) not in found

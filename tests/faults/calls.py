@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from waiting import BOUND_S
+
 from .kills import descendants
 from .lab import Lab, Refused, laboratory
 from .operation import Operation
@@ -125,7 +127,7 @@ def traced(lab: Lab, *how: str) -> Iterator[Path]:
         yield log
     finally:
         tracer.send_signal(signal.SIGINT)
-        tracer.communicate(timeout=30)
+        tracer.communicate(timeout=BOUND_S)
 
 
 def _wait_until_traced(pid: int, tracer: subprocess.Popen[bytes]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from daemons import Daemon, unmount_below
 from gitrepos import Upstream, git
+from waiting import BOUND_S
 
 NAME = "o__r"
 CONFIG = """[upstream]
@@ -159,7 +160,7 @@ class Lab:
         self.call("POST", "reload")
 
     def _new_operation(self, kind: str, before: set[str]) -> dict[str, Any]:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + BOUND_S
         while time.monotonic() < deadline:
             for operation in self.call("GET", "operations"):
                 if (
@@ -202,7 +203,7 @@ class Lab:
 
     def wait_for_end(self) -> None:
         assert self.daemon.process is not None
-        self.daemon.process.wait(30)
+        self.daemon.process.wait(BOUND_S)
 
     def restart(self, **how: Any) -> None:
         """Start again after a kill, at once: what the dead daemon's children still do is part of the fault."""
@@ -274,7 +275,7 @@ def close(lab: Lab, unmount: Callable[[Path], None] | None) -> None:
     """Take everything away, whatever happened before."""
     if lab.daemon.process is not None:
         lab.kill()
-        lab.daemon.process.wait(30)
+        lab.daemon.process.wait(BOUND_S)
         lab.daemon.process = None
     unmount_below(lab.root)
     if unmount:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gitrepos import git
+from waiting import BOUND_S
 
 from .disks import CutDisk, unmount
 from .judge import judge, nothing_left, nothing_lost, works_again
@@ -56,7 +57,7 @@ def _cut_once(lab: Lab, disk: CutDisk, kind: type[Operation], seed: random.Rando
     leases = dict(lab.truth.leases)
     lab.truth.leases.clear()  # what a lease of the last seconds is after a power cut is looked at below
     assert lab.daemon.process is not None
-    lab.daemon.process.wait(30)
+    lab.daemon.process.wait(BOUND_S)
     disk.restore()
     lab.daemon.start(prefix=new_boot(lab.root))
     _leases_are_whole(lab, leases)

@@ -16,6 +16,7 @@ import pytest
 from daemon_fleet import Fleet, become_like, done, ended, eventually, have, refs, rows, well_ended
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ def test_a_second_daemon_serves_what_the_first_one_mirrored(
     assert a.json("GET", "/v1/mirrors/owner__name")["url"] == f"file://{gone}"
     status, _, body = b.request("POST", "/v1/checkouts", {"instance": "i-0"})
     assert status == 201, body
-    eventually(lambda: refs(b) == refs(a), 20)
+    eventually(lambda: refs(b) == refs(a))
     assert "refs/mirrord/pins/dataset/d" in refs(b)
     known = b.json("GET", "/v1/status")["fleet"]
     assert len(known["nodes"]) == 2
@@ -74,7 +75,7 @@ def test_what_is_due_is_synced_by_one_of_them(fleet: Fleet, upstream: Upstream) 
     nodes = [fleet.make(interval="3s") for _ in range(2)]
     done(nodes[0], "POST", "/v1/mirrors", {"repo": "owner/name"})
     newest = upstream.commit({"new": "line\n"})
-    eventually(lambda: any(newest in refs(node) for node in nodes), 30)
+    eventually(lambda: any(newest in refs(node) for node in nodes))
     row = fleet.server.execute_in(fleet.catalog, "SELECT ref_count, error FROM mirrors")
     assert len(row) == 1
 
@@ -127,14 +128,14 @@ def test_a_pin_its_end_and_that_of_the_mirror_reach_every_daemon(
     paper = {"mirror": "owner/name", "commit": commit, "reason": "paper"}
     assert a.request("POST", "/v1/pins", paper)[0] == 201
     ref = f"refs/mirrord/pins/person/0/{commit}"
-    eventually(lambda: ref in refs(b), 20)
+    eventually(lambda: ref in refs(b))
     assert b.request("DELETE", f"/v1/pins/owner__name/{commit}")[0] == 204
     assert ref not in refs(b)
-    eventually(lambda: ref not in refs(a), 20)
+    eventually(lambda: ref not in refs(a))
     made = b.json("POST", "/v1/checkouts", {"mirror": "owner/name", "commit": "main"})
     assert b.request("DELETE", f"/v1/checkouts/{made['id']}")[0] == 204
     assert a.request("DELETE", "/v1/mirrors/owner__name")[0] == 204
-    eventually(lambda: not (b.state_dir / "mirrors/owner__name").exists(), 20)
+    eventually(lambda: not (b.state_dir / "mirrors/owner__name").exists())
     assert b.json("GET", "/v1/mirrors") == []
     # and continues from what is published should it be added again
     kept = upstream.git("rev-parse", "HEAD")
@@ -210,7 +211,7 @@ def test_a_catalog_without_a_store_has_one_daemon(server: postgresql.Server, fle
     with daemon(text) as first, daemon(text, start=False) as second:
         second.start(wait=False)
         assert second.process is not None
-        assert second.process.wait(60) == 5
+        assert second.process.wait(BOUND_S) == 5
         assert "[store] url" in second.log
         second.process = None
         assert first.get("/v1/health")[0] == 200
@@ -236,7 +237,7 @@ def test_a_daemon_that_cannot_reach_its_postgresql_ends_to_be_started_again(
         a.stop()
         a.start(wait=False)
         assert a.process is not None
-        assert a.process.wait(60) == 7
+        assert a.process.wait(BOUND_S) == 7
     finally:
         server.start()
     a.process = None

@@ -24,6 +24,7 @@ from daemon_fleet import Fleet, done, eventually, rows, well_ended
 from daemons import Daemon
 from gitrepos import Upstream, git
 from steps import Steps
+from waiting import BOUND_S
 
 from mirrord.errors import StoreDamagedError
 from mirrord.fleet.generations import index_key, list_published, pack_key, read_manifest
@@ -320,7 +321,7 @@ def kill_at(lab: Lab, kind: type[Operation], step: str, count: int) -> bool:
         except (OSError, ValueError, AssertionError):  # no answer, half of one, another one
             if not struck.is_set():
                 raise
-    assert not struck.is_set() or killed.wait(60)
+    assert not struck.is_set() or killed.wait(BOUND_S)
     lab.judge(operation.key)
     lab.start_again()
     operation.finish()

@@ -24,7 +24,7 @@ import anyone
 import pytest
 from mount_table import mount_lines
 from mounted_templates import KERNELS, TREE, Lab, mounted_below, mounted_templates
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord.errors import (
     AccessError,
@@ -73,7 +73,7 @@ class Service:
         self.process = subprocess.Popen(
             [*command, "--user", str(DAEMON), "--socket", str(self.socket)], stderr=subprocess.PIPE
         )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + BOUND_S
         while not self._answers():
             assert self.process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
@@ -87,7 +87,7 @@ class Service:
 
     def stop(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=BOUND_S)
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,7 +96,7 @@ class Service:
         except OSError:
             connection.close()
             raise
-        connection.settimeout(30)
+        connection.settimeout(BOUND_S)
         return connection
 
     def open_files(self) -> int:

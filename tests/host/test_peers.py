@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from anyone import BARE_PYTHON, NOBODY
 from structlog.testing import capture_logs
+from waiting import BOUND_S
 
 from mirrord.config import AccessSettings, Settings
 from mirrord.host.peers import Access, Peer, Role, peer_of
@@ -47,7 +48,7 @@ def test_the_kernel_identifies_a_peer(tmp_path: Path) -> None:
                 uid=NOBODY, gid=NOBODY, pid=child.pid, groups=(1234, 5678)
             )
             connection.send(b"x")
-        assert child.wait(10) == 0
+        assert child.wait(BOUND_S) == 0
 
 
 def test_root_and_the_daemons_user_are_administrators() -> None:

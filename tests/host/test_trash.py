@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 from mounted_templates import busy
+from waiting import BOUND_S
 
 from mirrord.host.mounts import may_mount
 from mirrord.host.trash import _BACKLOG, Trash, find_trash, remove_trees
@@ -27,7 +28,7 @@ def tree(path: Path) -> Path:
 
 
 async def gone(*paths: Path) -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(BOUND_S):
         while any(path.exists() for path in paths):
             await anyio.sleep(0.01)
 
@@ -76,7 +77,7 @@ async def test_a_failed_removal_is_retried(tmp_path: Path) -> None:
 
     trash, there = Trash(), tree(tmp_path / "tree")
     trash.add(there, take_down=take_down)
-    with anyio.fail_after(10):
+    with anyio.fail_after(BOUND_S):
         while not tries:
             await anyio.sleep(0.01)
     await trash.keep_up()  # it holds nobody up

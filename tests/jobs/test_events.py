@@ -7,6 +7,7 @@ from datetime import timedelta
 import anyio
 import pytest
 from structlog.testing import capture_logs
+from waiting import BOUND_S
 
 from mirrord.jobs.events import Events
 from mirrord.protocol import Event
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 async def take(events: Events, after: int | None, count: int) -> list[Event]:
     found: list[Event] = []
-    with anyio.fail_after(5):
+    with anyio.fail_after(BOUND_S):
         async for some in events.subscribe(after):
             found += some
             if len(found) >= count:
@@ -77,7 +78,7 @@ async def test_closing_ends_every_follower_after_the_last_event() -> None:
     events = Events()
     events.publish("a.done")
     events.close()
-    with anyio.fail_after(5):
+    with anyio.fail_after(BOUND_S):
         assert [event.name async for some in events.subscribe(0) for event in some] == ["a.done"]
 
 
@@ -124,7 +125,7 @@ async def test_an_event_is_encoded_once_for_all_who_follow() -> None:
 async def test_silence_is_told() -> None:
     """An empty batch after that time without events."""
     events = Events()
-    with anyio.fail_after(5):
+    with anyio.fail_after(BOUND_S):
         async for some in events.subscribe(silence=timedelta(seconds=0.05)):
             assert some == []
             break

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from waiting import BOUND_S
 
 from mirrord.errors import InvalidDatasetError
 from mirrord.jobs.watch import Watch, is_complete_name, signature_of
@@ -27,7 +28,7 @@ class Handled:
             raise InvalidDatasetError("cannot read it")
 
     async def until(self, count: int) -> None:
-        with anyio.fail_after(10):
+        with anyio.fail_after(BOUND_S):
             while len(self.paths) < count:
                 await anyio.sleep(0.01)
 

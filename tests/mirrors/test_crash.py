@@ -15,6 +15,7 @@ import pytest
 from forge import serving
 from gitrepos import Upstream, git
 from mirror_parts import NAME, Builder, House
+from waiting import BOUND_S
 
 from mirrord.errors import DiskFullError
 from mirrord.mirrors.quarantine import held_files
@@ -130,7 +131,7 @@ def _kill_at(root: Path, url: str, moment: Callable[[], bool]) -> None:
     with subprocess.Popen(
         [sys.executable, str(script)], cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL
     ) as child:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + BOUND_S
         while not moment() and child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         os.kill(child.pid, signal.SIGKILL) if child.poll() is None else None
@@ -138,6 +139,6 @@ def _kill_at(root: Path, url: str, moment: Callable[[], bool]) -> None:
 
 def _wait_for_orphans(state: Path) -> None:
     """git's own children may outlive it by a moment; a start does not remove what they hold."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + BOUND_S
     while held_files(state) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -15,6 +15,7 @@ import structlog
 from forge import Forge, serving
 from gitrepos import ENV, Upstream, git
 from mirror_parts import NAME, Builder, House
+from waiting import BOUND_S
 
 from mirrord.audit.refs import read_ref_files
 from mirrord.errors import (
@@ -174,7 +175,7 @@ def test_a_cancelled_first_sync_leaves_nothing(house: Builder, forge: Forge) -> 
         await it.mirrors.add("owner/name", f"{forge.url}/owner+name/.git")
         async with anyio.create_task_group() as group:
             group.start_soon(it.mirrors.sync, NAME)
-            with anyio.fail_after(10):
+            with anyio.fail_after(BOUND_S):
                 while len(forge.requests) < 2:
                     await anyio.sleep(0.01)
             group.cancel_scope.cancel()
@@ -469,7 +470,7 @@ def test_the_git_protocol_works(house: Builder, upstream: Upstream) -> None:
 
     async def body(it: House) -> None:
         await it.mirrors.add("owner/name", f"git://127.0.0.1:{port}/owner+name/.git")
-        with anyio.fail_after(20):
+        with anyio.fail_after(BOUND_S):
             while not await _listens(port):
                 await anyio.sleep(0.02)
         assert (await it.mirrors.sync(NAME)).ref_count == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from gitrepos import Upstream
 from mirror_parts import NAME, Builder, House
+from waiting import until
 
 from mirrord.errors import (
     CredentialUnusableError,
@@ -64,14 +64,12 @@ class Sshd:
         command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(config)]
         self.process = subprocess.Popen(command, stderr=self.log)
         self.url = f"ssh://root@127.0.0.1:{self.port}"
-        self._wait()
+        until(self._listens)
 
-    def _wait(self) -> None:
-        for _ in range(500):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
-                return
-            time.sleep(0.02)
-        raise AssertionError("sshd does not listen")
+    def _listens(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
 
     def known(self, path: Path, key: Path) -> Path:
         words = Path(f"{key}.pub").read_text().split()[:2]

@@ -11,6 +11,7 @@ import pytest
 from daemons import daemon
 from gitrepos import Upstream
 from mirror_parts import NAME, Builder, House
+from waiting import BOUND_S
 
 from mirrord import Client
 from mirrord.errors import MirrorNotFoundError, UpstreamNotFoundError
@@ -86,7 +87,7 @@ def test_a_name_that_upstream_never_had_is_not_asked_for_by_the_clock(
             with suppress(UpstreamNotFoundError):
                 client.wait(client.add_mirror(repo))
         seen = {mirror.name: mirror.attempted_at for mirror in client.list_mirrors()}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + BOUND_S
         while True:
             there = {mirror.name: mirror for mirror in client.list_mirrors()}
             asked = [

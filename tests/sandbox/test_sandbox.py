@@ -24,7 +24,7 @@ from forgedtar import END, ROOT, sparse
 from gitrepos import Upstream
 from procsearch import command as search
 from sandbox_here import needs_sandbox
-from waiting import until
+from waiting import BOUND_S, until
 
 import mirrord
 from mirrord import Executed, Sandbox
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 GROUP = 1  # daemon, on every Debian
-AGENT, MEMBER, SUBUID, SUBGID = 34531, 34532, 230003, 430003
+AGENT, MEMBER, SUBUID, SUBGID = 34571, 34572, 230003, 430003
 SERVER = "python3 -m http.server 8000"
 ASK = "import urllib.request as u; print(u.urlopen('http://localhost:8000/README').read())"
 
@@ -165,7 +165,7 @@ def test_sandboxes_that_start_at_once_have_one_starter(monkeypatch: pytest.Monke
     class Slow(ThreadPoolExecutor):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            met.wait(60)
+            met.wait(BOUND_S)
 
     monkeypatch.setattr(room, "_starters", {})
     monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", Slow)

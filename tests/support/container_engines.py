@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from waiting import until
+from waiting import BOUND_S, until
 
 IMAGE = "mirrord-test"
 _PODMAN = """
@@ -195,6 +195,6 @@ def dockerd(plugin: Path) -> Iterator[Engine]:
         if process.poll() is None:
             engine.clean()
         process.terminate()
-        process.wait(30)
+        process.wait(BOUND_S)
         spec.unlink()
         shutil.rmtree(root, ignore_errors=True)

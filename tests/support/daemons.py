@@ -19,6 +19,7 @@ from typing import Any
 import anyone
 from forked import Forked, Forker
 from mount_table import mount_lines
+from waiting import BOUND_S
 
 from mirrord.api.application import Routes
 from mirrord.errors import MirrordError
@@ -115,13 +116,17 @@ class Daemon:
                 raise AssertionError(
                     f"the daemon ended with {self.process.returncode}:\n{self.log}"
                 )
-            with suppress(OSError):
-                # unlike health it is answered when the engine is open, to any peer
-                status, _, body = self.get("/v1/checkouts/none")
-                if status != 503 or b"cannot open its state" not in body:
-                    return
+            if self.is_open():
+                return
             time.sleep(0.02)
         raise AssertionError(f"the daemon did not become healthy in {bound_s} s:\n{self.log}")
+
+    def is_open(self) -> bool:
+        with suppress(OSError):
+            # unlike health it is answered when the engine is open, to any peer
+            status, _, body = self.get("/v1/checkouts/none")
+            return status != 503 or b"cannot open its state" not in body
+        return False
 
     def stop(self, number: int = signal.SIGTERM, bound_s: float = 40.0) -> int:
         """Send a signal and wait for the end; answers the exit status."""
@@ -140,7 +145,7 @@ class Daemon:
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(30)
+        connection.settimeout(BOUND_S)
         try:
             connection.connect(str(self.socket))
         except OSError:

@@ -13,7 +13,7 @@ from pathlib import Path
 import images
 from daemons import Daemon, daemon
 from gitrepos import Upstream
-from waiting import until
+from waiting import BOUND_S, until
 
 from mirrord import Client
 from mirrord.protocol import BuildReport
@@ -111,7 +111,7 @@ class _Serving(http.server.BaseHTTPRequestHandler):
             digest = name.removeprefix("sha256:")
             served.asked[digest] += 1
             if digest == served.held:
-                served.may_answer.wait(60)
+                served.may_answer.wait(BOUND_S)
             content = (blobs / digest).read_bytes()
         elif kind == "manifests":
             self.send_error(404)

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from waiting import BOUND_S
 
 PROGRAM = Path(__file__).parents[2] / ".venv/moto/bin/moto_server"
 OF_EACH_KIND = pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def running(environment: Mapping[str, str] | None = None) -> Iterator[Server]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + BOUND_S
         while True:
             assert process.poll() is None
             assert time.monotonic() < deadline

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from waiting import BOUND_S
+
 PROJECT = Path(__file__).parents[2]
 BASES = ("6366d3dd190a9e58ca582955cddf7e2ac5f32dcc", "147c8511ddbfa5e8f71bbf5c18ede0c4ceb3bba4")
 """Commits in the documents; the tests replace them by those of their upstream."""
@@ -86,4 +88,4 @@ class Shell:
         return ran.printed
 
     def close(self) -> None:
-        self._bash.communicate(timeout=30)
+        self._bash.communicate(timeout=BOUND_S)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import BOUND_S, until
 from web_daemon import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -109,7 +109,7 @@ def slurm(more: str) -> Iterator[Slurm]:
         finally:
             for process in reversed(running):
                 process.send_signal(signal.SIGTERM)
-                process.wait(30)
+                process.wait(BOUND_S)
 
 
 def _start(home: Path, *command: str) -> subprocess.Popen[bytes]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from daemons import Daemon, daemon, parse_response
 from gitrepos import Upstream
+from waiting import BOUND_S
 
 import mirrord
 
@@ -55,7 +56,7 @@ class VolumeWorld:
             head.append(f"Content-Length: {len(body)}")
         received = b""
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(30)
+            connection.settimeout(BOUND_S)
             connection.connect(str(self.plugin))
             connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
             while piece := connection.recv(65536):

@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 from gitrepos import Upstream, git
+from waiting import BOUND_S
 
 from mirrord.errors import CommitNotFoundError, InvalidRequestError
 from mirrord.git.command import Git
@@ -261,7 +262,7 @@ def test_a_store_gets_the_commit_graph_of_its_large_packs(
     async def body(stores: StoreBuilder) -> None:
         built.append(await stores.ensure(NAME, site.line[3], History.SEALED))
         assert not graph(built[0]).exists()
-        with anyio.fail_after(30):
+        with anyio.fail_after(BOUND_S):
             while not list(site.root.glob("templates/*/packs/*/commit-graph")):
                 await anyio.sleep(0.02)
         await stores.remove(stores.discard(built[0]))

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from gitrepos import Upstream, git
+from waiting import BOUND_S
 
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
 from mirrord.git import command
@@ -411,7 +412,7 @@ def test_neighbours_of_a_first_commit_find_waypoints_laid(
         first = await closures.ensure(NAME, line[19])
         assert [pack.path.parent.name for pack in first] == [line[3], line[19]]
         waypoints = set(line[5:19:2])
-        with anyio.fail_after(60):
+        with anyio.fail_after(BOUND_S):
             while laid(closures) != {line[3], line[19], *waypoints}:
                 await anyio.sleep(0.01)
         near = await closures.ensure(NAME, line[16])
@@ -460,7 +461,7 @@ def test_a_packer_that_ends_early_does_not_hang_the_walk(
     monkeypatch.setattr(packing_module, "_PACK", (*packing_module._PACK, "no-such-command"))
 
     async def body(closures: Closures) -> None:
-        with anyio.fail_after(60), pytest.raises(CommitUnservableError):
+        with anyio.fail_after(BOUND_S), pytest.raises(CommitUnservableError):
             await closures.ensure(NAME, many)
 
     site.run(body)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -17,6 +16,7 @@ from pathlib import Path
 import anyio
 import pytest
 import structlog
+from waiting import BOUND_S
 from worker_calls import (
     LONG,
     add,
@@ -66,12 +66,6 @@ def test_a_call_runs_in_another_process() -> None:
     run(body)
 
 
-def die_soon() -> int:
-    """Be idle in a moment, and killed then."""
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    return os.getpid()
-
-
 def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     """Whatever else happens meanwhile."""
 
@@ -79,9 +73,10 @@ def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: workers.run(hang, str(tmp_path / "pid"), timeout=LONG))
             await until(lambda: (tmp_path / "pid").exists())
-            dying = await workers.run(die_soon, timeout=LONG)
+            dying = await workers.run(own_pid, timeout=LONG)
+            os.kill(dying, signal.SIGKILL)
             await until(lambda: is_gone(dying))
-            with anyio.fail_after(10):
+            with anyio.fail_after(BOUND_S):
                 assert await workers.run(own_pid, timeout=LONG) != dying
             tasks.cancel_scope.cancel()
 
@@ -183,9 +178,9 @@ def test_a_missed_deadline_kills_the_worker_and_only_it(tmp_path: Path) -> None:
     """The next call gets a new worker."""
 
     async def body(workers: Workers) -> None:
+        pid = await workers.run(own_pid, timeout=LONG)
         with pytest.raises(DeadlineError, match="hang"):
             await workers.run(hang, str(tmp_path / "pid"), timeout=timedelta(seconds=1))
-        pid = int((tmp_path / "pid").read_text(encoding="ascii"))
         await until(lambda: is_gone(pid))
         assert await workers.run(add, 1, 1, timeout=LONG) == 2
 
