@@ -23,9 +23,10 @@ from canaries import Canaries
 from daemons import Daemon, daemon
 from dataset_rows import DATA
 from gitrepos import git
+from ports import free_port
 from secretrows import AUTHORS, Author, Task
 from waiting import until
-from web_daemon import ask, free_port, page, walk
+from web_daemon import ask, page, walk
 
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS

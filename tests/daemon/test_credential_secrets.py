@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import tarfile
 import urllib.request
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from canaries import Canaries
 from daemons import daemon
 from forge import Forge, serving
 from gitrepos import Upstream
+from ports import free_port
 
 from mirrord.cli.main import run
 
@@ -74,8 +74,7 @@ def test_secrets_are_shown_and_stored_nowhere(
         (secrets / name).write_text(value)
     proxy = planted.plant("proxy")
     inline = f"http://user:ab/{planted.plant('inline')}@"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    listen = f"127.0.0.1:{free_port()}"
     said, arguments = [], []
     with serving(tmp_path / "upstreams") as forge, daemon(start=False) as running:
         running.write_config(_configuration(forge, secrets, listen, proxy))

@@ -17,6 +17,7 @@ import pytest
 from gitrepos import git
 from homes import home
 from image_bench import Bench, image_bench, long
+from ports import free_port
 from sandbox_here import needs_sandbox
 from waiting import until
 
@@ -372,9 +373,7 @@ def test_a_registry_asks_for_the_password_of_auth_file(bench: Bench, tmp_path: P
 @contextmanager
 def registry(place: Path) -> Iterator[str]:
     """Run Debian's registry on loopback, for one user; yield its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        host = f"127.0.0.1:{free.getsockname()[1]}"
+    host = f"127.0.0.1:{free_port()}"
     (place / "users").write_text(f"me:{BCRYPT}\n")
     config = {
         "version": 0.1, "http": {"addr": host}, "log": {"level": "error"},

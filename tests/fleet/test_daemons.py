@@ -16,6 +16,7 @@ import pytest
 from daemon_fleet import Fleet, become_like, done, ended, eventually, have, refs, rows, well_ended
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from ports import free_port
 from waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
@@ -146,9 +147,7 @@ def test_a_pin_its_end_and_that_of_the_mirror_reach_every_daemon(
 
 
 def test_any_page_shows_the_whole_fleet(fleet: Fleet, upstream: Upstream) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     a, b = fleet.make(), fleet.make(f'[web]\nlisten = "127.0.0.1:{port}"\n')
     done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
     audit = done(a, "POST", "/v1/audits", {"mirrors": ["owner/name"]})

@@ -4,7 +4,6 @@ HTTP.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import structlog
 from forge import Forge, serving
 from gitrepos import ENV, Upstream, git
 from mirror_parts import NAME, Builder, House
+from ports import free_port
 from waiting import BOUND_S
 
 from mirrord.audit.refs import read_ref_files
@@ -455,8 +455,7 @@ def test_a_wanted_password_is_an_error_at_once(house: Builder, forge: Forge) -> 
 
 
 def test_the_git_protocol_works(house: Builder, upstream: Upstream) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     listen = [
         f"--base-path={upstream.path.parent}",
         "--export-all",

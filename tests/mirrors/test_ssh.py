@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from gitrepos import Upstream
 from mirror_parts import NAME, Builder, House
+from ports import free_port
 from waiting import until
 
 from mirrord.errors import (
@@ -51,8 +52,7 @@ class Sshd:
         # only reading, and only git: the test's sshd runs as root
         only = 'restrict,command="git-shell -c \\"$SSH_ORIGINAL_COMMAND\\"" '
         allowed.write_text(only + Path(f"{self.key}.pub").read_text())
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         config = root / "sshd_config"
         config.write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.host}\nUsePAM no\n"

@@ -6,7 +6,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from ports import free_port
 
 PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
@@ -25,9 +25,7 @@ class Server:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.is_up = True
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self._databases = 0
         self._run("initdb", "-D", f"{home}/data", "-A", "trust", "--no-sync")
 

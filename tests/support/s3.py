@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from waiting import BOUND_S
 
 PROGRAM = Path(__file__).parents[2] / ".venv/moto/bin/moto_server"
@@ -66,9 +67,7 @@ def running(environment: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Skips where moto is not installed."""
     if not PROGRAM.exists():
         pytest.skip("needs moto's S3 server: `make harnesses` installs it")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [PROGRAM, "-H", "127.0.0.1", "-p", str(port)],
         env={**os.environ, **(environment or {})},

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from waiting import BOUND_S, until
-from web_daemon import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 _CONF = """\

@@ -6,12 +6,13 @@ import json
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from daemons import Daemon, daemon, parse_response
 from gitrepos import Upstream, git
+from ports import free_port
 from waiting import until
 
 from mirrord import Client, ReportKind
@@ -19,14 +20,6 @@ from mirrord.errors import UpstreamError
 from mirrord.protocol import AddReport
 
 Answer = tuple[int, dict[str, str], bytes]
-
-
-def free_port() -> int:
-    """One that nobody listens at now."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def exchange(port: int, raw: bytes, host: str = "127.0.0.1") -> bytes:

@@ -16,19 +16,9 @@ from pathlib import Path
 import anyio
 import pytest
 from daemons import Daemon, daemon, parse_response
+from ports import free_port
 from waiting import until
-from web_daemon import (
-    IMAGE,
-    SCRIPT,
-    World,
-    ask,
-    exchange,
-    free_port,
-    furnished,
-    page,
-    page_daemon,
-    walk,
-)
+from web_daemon import IMAGE, SCRIPT, World, ask, exchange, furnished, page, page_daemon, walk
 
 from mirrord.catalog import Catalog
 from mirrord.web.figures import Point, chart
