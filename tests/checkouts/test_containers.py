@@ -386,7 +386,9 @@ def test_a_container_that_mounted_a_checkout_follows_its_resets(
 
 
 READER = 'while read -r line; do cat "$0/README"; echo "$line" >"$0/mine"; done'
-BWRAP = ("bwrap", "--ro-bind", "/", "/", "--tmpfs", "/mnt", "--bind")
+# not all of `/`: it ends where any mount below goes before it is read-only
+_SYSTEM = "--ro-bind /usr /usr --symlink usr/lib /lib --symlink usr/lib64 /lib64"
+BWRAP = ("bwrap", *_SYSTEM.split(), "--bind")
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--propagation")
 WAYS: dict[str, tuple[tuple[str, ...], bool]] = {
     "bwrap, the directory": (

@@ -171,7 +171,8 @@ def test_a_bound_directory_follows_resets_in_a_rootless_podman(world: VolumeWorl
 def test_a_bound_directory_follows_resets_in_bubblewrap(world: VolumeWorld) -> None:
     with world.client as client, client.checkout("o__r-0", owner=AGENT) as checkout:
         agent = ("setpriv", f"--reuid={AGENT}", f"--regid={AGENT}", "--clear-groups")
-        mounts = ("--ro-bind", "/", "/", "--tmpfs", "/mnt", "--bind", str(checkout.directory))
+        system = "--ro-bind /usr /usr --symlink usr/lib /lib --symlink usr/lib64 /lib64 --bind"
+        mounts = (*system.split(), str(checkout.directory))
         command = [*agent, "bwrap", *mounts, "/mnt/task", "--die-with-parent", "sh"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen(command, **pipes, text=True) as shell:  # type: ignore[call-overload]
