@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -246,20 +246,28 @@ class Daemon:
 
         def end() -> None:
             time.sleep(bound.total_seconds())
-            log.warning("daemon.threads_left", bound_s=bound.total_seconds())
-            self._listeners.remove()
-            telemetry.flush()
-            os._exit(0)
+            self._exit(0, lambda: log.warning("daemon.threads_left", bound_s=bound.total_seconds()))
 
         # a daemon thread, because Python would wait for another at its end
         threading.Thread(target=end, name="end", daemon=True).start()
 
+    def _exit(self, status: int, say: Callable[[], None] = lambda: None) -> None:
+        """Exit without Python's end. What reads the log may be what hangs, so it has a second."""
+
+        def write() -> None:
+            say()
+            telemetry.flush()
+
+        self._listeners.remove()
+        writing = threading.Thread(target=write, name="last lines", daemon=True)
+        writing.start()
+        writing.join(1.0)
+        os._exit(status)
+
     def _on_stop_signal(self, number: signal.Signals) -> None:
         """Stop the daemon; a second signal exits immediately, which is as safe as a power cut."""
         if self._stop.is_set():
-            self._listeners.remove()
-            telemetry.flush()
-            os._exit(128 + number)  # workers and git processes end with the daemon
+            self._exit(128 + number)  # workers and git processes end with the daemon
         log.info("signal.received", signal=number.name)
         self._stop.set()
 

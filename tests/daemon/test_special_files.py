@@ -1,5 +1,5 @@
 """A pipe in the place of a file: whoever opens it for reading waits for ever. Each request ends, a heal removes the pipe,
-and a daemon with a thread that is stuck all the same ends.
+and a daemon with a thread that is stuck all the same ends, also where its log is a pipe that nobody reads.
 """
 
 from __future__ import annotations
@@ -123,3 +123,18 @@ def test_a_thread_that_never_ends_does_not_keep_the_daemon(tmp_path: Path) -> No
         stuck.start()
         assert stuck.stop() == 0
         until(lambda: "daemon.threads_left" in stuck.log)
+
+
+def test_a_log_that_nobody_reads_does_not_keep_the_daemon() -> None:
+    """As of a journal that hangs: the daemon ends where Python's own end would wait for it."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "wb", buffering=0) as log:
+        os.set_blocking(writing, False)
+        while log.write(bytes(4096)):
+            pass
+        os.set_blocking(writing, True)
+        with daemon(start=False) as made:
+            environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+            made.process = subprocess.Popen(made.command, stderr=log, env=environment)
+            made.wait_until_healthy()
+            assert made.stop() == 0

@@ -21,7 +21,7 @@ _LEFTOVER = re.compile(
     r"(tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|packed-refs\.new|(refs|packs)_\w{6}|\.tmp-.*|.*\.lock|gc\.pid|mirrord-transaction(\.new)?|lease\.json\.new"
     r"|layer\.json\.new|\.building.*|\.trash-.*|dataset-.*|upload-.*)"
 )
-_SETTLE_S = 10.0
+_SETTLE_S = 30.0
 
 
 def judge(lab: Lab, *, level: str = "closure") -> None:
