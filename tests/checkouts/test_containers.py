@@ -409,12 +409,14 @@ def test_what_an_agents_uid_binds_itself_follows_where_it_is_the_directory(
     command, follows = WAYS[way]
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not on this machine")
-    with held(running, owner=OWNER) as made:
-        inside = subprocess.Popen(
+    with (
+        held(running, owner=OWNER) as made,
+        subprocess.Popen(
             [word.replace("{D}", made["directory"]) for word in command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
             user=OWNER, group=OWNER, extra_groups=[],
-        )  # fmt: skip
+        ) as inside,
+    ):  # fmt: skip
 
         def asked(line: str) -> tuple[str, bool]:
             """Return what it reads, and whether its writes reach the checkout."""
@@ -431,7 +433,6 @@ def test_what_an_agents_uid_binds_itself_follows_where_it_is_the_directory(
             path = f"/v1/checkouts/{made['id']}/reset"
             assert running.request("POST", path, {"commit": commit})[0] == 200
             assert asked(commit) == ((f"{commit[1]}\n", True) if follows else ("1\n", False))
-        inside.communicate()
 
 
 def test_the_doctor_names_binds_that_resets_do_not_reach(

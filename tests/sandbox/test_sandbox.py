@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 GROUP = 1  # daemon, on every Debian
-AGENT, MEMBER, SUBUID, SUBGID = 34571, 34572, 230003, 430003
+AGENT, MEMBER, SUBUID, SUBGID = 34591, 34592, 230003, 430003
 SERVER = "python3 -m http.server 8000"
 ASK = "import urllib.request as u; print(u.urlopen('http://localhost:8000/README').read())"
 

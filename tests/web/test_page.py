@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
@@ -280,11 +281,11 @@ def test_long_requests_are_refused_and_bodies_not_read(world: World) -> None:
 
 
 def test_many_who_look_at_once_see_the_same_page(world: World) -> None:
-    """It is rendered once and cached for ten times as long as that took."""
-    path = "/activity?find=once"
+    """It is rendered once and cached for a second, and for ten times as long as that took."""
+    path, began = "/activity?find=once", time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         texts = list(threads.map(lambda _: page(world.port, path), range(32)))
-    assert len(set(texts)) <= 2
+    assert len(set(texts)) <= 2 + time.monotonic() - began
 
 
 # -- where it listens ------------------------------------------------------------------------------
