@@ -49,8 +49,11 @@ async def get_configuration(call: Call) -> protocol.Configuration:
     return call.engine.configuration()
 
 
-async def reload_configuration(call: Call) -> protocol.ReloadAnswer:
-    return await call.engine.reload()
+async def reload_configuration(call: Call) -> protocol.ReloadAnswer | protocol.Operation:
+    """Apply the settings; as an operation while the store is asked for new mirrors and is slow."""
+    return await call.engine.operations.patiently(
+        "config.reload", "the configuration", call.engine.reload, owner_uid=call.peer.uid
+    )
 
 
 class UsageQuery(Query):

@@ -119,8 +119,12 @@ async def export_dataset(call: Call) -> Response:
         return stream_file(file, {"content-type": "application/jsonl", "cache-control": "no-store"})
 
 
-async def remove_dataset(call: Call) -> None:
-    await call.engine.datasets.remove(_dataset_name(call))
+async def remove_dataset(call: Call) -> protocol.Operation | None:
+    """Remove a dataset and its pins; as an operation while mirrors of it wait for a slow store."""
+    name, remove = _dataset_name(call), call.engine.datasets.remove
+    return await call.engine.operations.patiently(
+        "dataset.remove", name, lambda progress: remove(name, progress), owner_uid=call.peer.uid
+    )
 
 
 async def list_formats(call: Call) -> list[protocol.FormatInfo]:

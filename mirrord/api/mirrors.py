@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from .. import protocol
 from ..errors import CommitNotFoundError, CommitUnservableError, NotFoundError
-from ..jobs.operations import patiently
 from ..model import AuditLevel, CommitId, MirrorName, parse_commit
 from .request import BUNDLE_LIMIT_BYTES, Call, OwnedStream, Query, spool_body
 
@@ -70,8 +69,10 @@ async def _mirror_name(call: Call) -> MirrorName:
     return (await call.engine.mirrors.get(call.path["name"])).name
 
 
-async def remove_mirror(call: Call) -> None:
-    await call.engine.work.remove_mirror(await _mirror_name(call))
+async def remove_mirror(call: Call) -> protocol.Operation | None:
+    """Remove a mirror; while another daemon or the store has it, as an operation."""
+    name = await _mirror_name(call)
+    return await call.engine.work.remove_mirror(name, owner_uid=call.peer.uid)
 
 
 async def set_url(call: Call, body: protocol.SetUrl) -> protocol.Operation:
@@ -144,20 +145,24 @@ async def add_pin(call: Call, body: protocol.AddPin) -> protocol.Pin | protocol.
     """
     commit = parse_commit(body.commit)
     name = (await call.engine.mirrors.get(body.mirror)).name
-    pinning = await patiently(_pin(call, name, commit, body.reason))
-    if pinning.done():
-        return pinning.result()
-
-    async def run(_: protocol.ProgressSink) -> protocol.Pin:
-        return await pinning
-
-    operations, owner_uid = call.engine.operations, call.peer.uid
-    return operations.start("pin.add", str(name), run, owner_uid=owner_uid)
+    return await call.engine.operations.patiently(
+        "pin.add",
+        str(name),
+        lambda progress: _pin(call, name, commit, body.reason, progress),
+        owner_uid=call.peer.uid,
+    )
 
 
-async def _pin(call: Call, name: MirrorName, commit: CommitId, reason: str) -> protocol.Pin:
+async def _pin(
+    call: Call,
+    name: MirrorName,
+    commit: CommitId,
+    reason: str,
+    progress: protocol.ProgressSink,
+) -> protocol.Pin:
     mirrors = call.engine.mirrors
-    if missing := await mirrors.ensure_commits(name, [commit]):
+    progress(protocol.Progress(total=1, unit="pins", note="look for the commit"))
+    if missing := await mirrors.ensure_commits(name, [commit], progress):
         raise CommitNotFoundError(
             f"cannot pin {commit} of {name}: {missing[commit]}",
             hint="check the id, or sync the mirror",
@@ -170,6 +175,8 @@ async def _pin(call: Call, name: MirrorName, commit: CommitId, reason: str) -> p
             f"cannot pin {commit} of {name}: it is a tag, not a commit", hint=f"pin {peeled}"
         )
     owner = f"person/{call.peer.uid}"
+    note = "verify the commit and publish it" if call.engine.fleet else "verify the commit"
+    progress(protocol.Progress(total=1, unit="pins", note=note))
     if refused := await mirrors.pin(name, [commit], owner=owner, reason=reason):
         raise CommitUnservableError(
             f"cannot pin {commit} of {name}: {refused[commit]}",
@@ -180,12 +187,19 @@ async def _pin(call: Call, name: MirrorName, commit: CommitId, reason: str) -> p
     return await _get_pin(call, name, commit, owner)
 
 
-async def remove_pin(call: Call, query: UnpinQuery) -> None:
+async def remove_pin(call: Call, query: UnpinQuery) -> protocol.Operation | None:
+    """Remove a pin; while other work on its mirror waits for a slow store, as an operation."""
     owner = query.owner or f"person/{call.peer.uid}"
     commit = parse_commit(call.path["commit"])
     name = await _mirror_name(call)
     await _get_pin(call, name, commit, owner)
-    await call.engine.mirrors.unpin(name, [commit], owner=owner)
+
+    async def unpin(progress: protocol.ProgressSink) -> None:
+        progress(protocol.Progress(total=1, unit="pins", note=f"wait for other work on {name}"))
+        await call.engine.mirrors.unpin(name, [commit], owner=owner)
+
+    operations, owner_uid = call.engine.operations, call.peer.uid
+    return await operations.patiently("pin.remove", str(name), unpin, owner_uid=owner_uid)
 
 
 async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -> protocol.Pin:

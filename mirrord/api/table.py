@@ -9,6 +9,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import anyio.to_thread
@@ -18,7 +19,7 @@ from starlette.responses import Response
 
 from .. import __version__, errors
 from ..host.peers import Role
-from ..protocol import API, RESULTS, Health, Message, Operation, Pin, Problem, Receipt, Request
+from ..protocol import API, RESULTS, Health, Message, Operation, Problem, Receipt, Request
 from . import checkouts, daemon, datasets, mirrors, turns
 from .request import MEDIA_TYPE, Call, Query, text_response
 
@@ -62,8 +63,11 @@ class Endpoint:
 
     @cached_property
     def returned(self) -> Any:
-        """A message, a list of messages, a media type, or None."""
-        return self.answer or self._annotations["return"]
+        """A message, a list of messages, a media type, or None; without the operation."""
+        declared = self.answer or self._annotations["return"]
+        if self.may_take_long:
+            (declared,) = {*get_args(declared)} - {Operation}
+        return declared
 
     @cached_property
     def model(self) -> type[Message] | None:
@@ -78,7 +82,8 @@ class Endpoint:
     @cached_property
     def may_take_long(self) -> bool:
         """True if it may answer with 202 and an operation that goes on."""
-        return self.status == 201 and Operation in get_args(self._annotations["return"])
+        declared = self._annotations["return"]
+        return isinstance(declared, UnionType) and Operation in get_args(declared)
 
     @property
     def ends_with_client(self) -> bool:
@@ -148,7 +153,7 @@ ENDPOINTS = (
     _post(f"{API}/bundles", ADMIN, mirrors.import_bundle, 202, upload=_FILE),
     _post(f"{API}/restores", ADMIN, mirrors.start_restore, 202),
     _get(f"{API}/pins", ADMIN, mirrors.list_pins),
-    _post(f"{API}/pins", ADMIN, mirrors.add_pin, 201, answer=Pin),
+    _post(f"{API}/pins", ADMIN, mirrors.add_pin, 201),
     _delete(f"{API}/pins/{{name}}/{{commit}}", ADMIN, mirrors.remove_pin, 204),
 
     _get(f"{API}/datasets", MEMBER, datasets.list_datasets),

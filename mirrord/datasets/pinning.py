@@ -239,15 +239,21 @@ async def _ensure(
     return {commit: refused[commit] for commit in commits if commit in refused}
 
 
-async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:
+async def unpin(mirrors: Mirrors, rows: Collection[PinRow], sink: ProgressSink | None) -> bool:
     """Remove pins, except those of a failing mirror. Return whether all are removed."""
+    done = 0
     groups: dict[tuple[MirrorName, str], list[CommitId]] = {}
     for row in rows:
         groups.setdefault((row.mirror, row.owner), []).append(row.commit)
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
     failed: list[MirrorName] = []
 
+    def report(note: str) -> None:
+        if sink:
+            sink(Progress(done=done, total=len(groups), unit="mirrors", note=note))
+
     async def unpin_mirror(name: MirrorName, owner: str, commits: list[CommitId]) -> None:
+        nonlocal done
         try:
             async with slots:
                 await mirrors.unpin(name, commits, owner=owner)
@@ -257,7 +263,10 @@ async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:
             fields = {"mirror": str(name), "owner": owner, "count": len(commits)}
             log.warning("pins.left", **fields, detail=str(error))
             failed.append(name)
+        done += 1
+        report(name.repo)
 
+    report("remove its pins")
     await together(unpin_mirror(*group, commits) for group, commits in groups.items())
     return not failed
 

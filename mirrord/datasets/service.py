@@ -39,6 +39,7 @@ from ..protocol import (
     DatasetImported,
     DatasetNeeds,
     MissingSubmodule,
+    Progress,
     ProgressSink,
 )
 from ..quoting import quote_name
@@ -376,15 +377,19 @@ class Datasets(Lookups):
         for name in names:
             self._changed("dataset.restored", parse_dataset_name(name))
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str, progress: ProgressSink | None = None) -> None:
         """Delete a dataset and remove its pins. Raises NotFoundError."""
         dataset = parse_dataset_name(name)
+        if progress:
+            progress(Progress(unit="mirrors", note="wait for other work on the dataset"))
         async with self._exclusive(owner_of(dataset)):
             if not await self._catalog.delete_dataset(dataset):
                 raise _not_found(name)
             self.expire_cache()
-            await self._remove_stale_pins(owner_of(dataset))
-        self._changed("dataset.removed", dataset)
+            try:
+                await self._remove_stale_pins(owner_of(dataset), progress=progress)
+            finally:  # where that is cancelled, `clean_up` removes the pins
+                self._changed("dataset.removed", dataset)
 
     # -- look-ups ---------------------------------------------------------------------------------
 
@@ -413,7 +418,9 @@ class Datasets(Lookups):
         async with self._locks.setdefault(owner, anyio.Lock()), sharing.exclusive(owner):
             yield
 
-    async def _remove_stale_pins(self, owner: str, keep: PinKeys = frozenset()) -> None:
+    async def _remove_stale_pins(
+        self, owner: str, keep: PinKeys = frozenset(), progress: ProgressSink | None = None
+    ) -> None:
         """Remove the dataset's pins of commits that it does not record. Needs the dataset's lock.
 
         The import or removal itself is done, so a failure is not raised but left for `clean_up`.
@@ -428,7 +435,7 @@ class Datasets(Lookups):
                 async with self._import_directory() as directory:
                     kept = keep & {*map(pin_key, rows)}
                     await anyio.to_thread.run_sync(write_journal, directory, owner, kept)
-                    if not await unpin(self._mirrors, unkept):
+                    if not await unpin(self._mirrors, unkept, progress):
                         return
         except errors.StoppingError:
             raise

@@ -54,7 +54,16 @@ from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import default_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now
 from ..places import Layout, how_to_get
-from ..protocol import Activity, Configuration, DatasetSummary, Mirror, ReloadAnswer, Status
+from ..protocol import (
+    Activity,
+    Configuration,
+    DatasetSummary,
+    Mirror,
+    Progress,
+    ProgressSink,
+    ReloadAnswer,
+    Status,
+)
 from ..templates.builder import StoreBuilder
 from ..templates.environments import EnvironmentStore
 from ..templates.service import Templates
@@ -389,9 +398,18 @@ class Engine:
             history = limit
         await self.templates.ensure(name, commit, history)
 
-    async def _add_configured_mirrors(self) -> None:
-        """Add the mirrors of the settings; publish an event for each refused one."""
-        for mirror in self._settings.mirror:
+    async def _add_configured_mirrors(self, progress: ProgressSink | None = None) -> None:
+        """Add what is missing of the settings' mirrors; publish an event for each refused one."""
+        present = {name.key for name in self.mirrors.names()}
+        mirrors = [
+            mirror
+            for mirror in self._settings.mirror
+            if MirrorName.parse(mirror.repo).key not in present
+        ]
+        for count, mirror in enumerate(mirrors):
+            if progress:
+                now = Progress(done=count, total=len(mirrors), unit="mirrors", note=mirror.repo)
+                progress(now)
             try:
                 await self.mirrors.add(mirror.repo)
             except MirrordError as error:
@@ -418,16 +436,18 @@ class Engine:
         """Call `apply` at each reload, after the new settings are in force."""
         self._on_reload.append(apply)
 
-    async def reload(self) -> ReloadAnswer:
+    async def reload(self, progress: ProgressSink | None = None) -> ReloadAnswer:
         """Read the configuration again, and apply the settings that need no restart.
 
         Raises InvalidConfigError for an invalid file, and then changes nothing.
         """
         await self.wait_until_open()
+        if progress and self._reloading.locked():
+            progress(Progress(note="wait for another reload"))
         async with self._reloading:
-            return await self._reload()
+            return await self._reload(progress)
 
-    async def _reload(self) -> ReloadAnswer:
+    async def _reload(self, progress: ProgressSink | None) -> ReloadAnswer:
         try:
             new = await anyio.to_thread.run_sync(self._load)
         except InvalidConfigError as error:
@@ -443,8 +463,8 @@ class Engine:
         self._settings = config.merge_live(self._settings, new)
         self.workers.prepare_by(self._configure_log())
         self.access.refresh()
-        if "mirror" in applied:
-            await self._add_configured_mirrors()
+        # every time: a reload that was cancelled, or without its store, has left some out
+        await self._add_configured_mirrors(progress)
         await self._move_mirrors()
         await self.schedule.reconcile()
         for apply in self._on_reload:

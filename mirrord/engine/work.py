@@ -35,6 +35,7 @@ from ..protocol import (
     Message,
     NotRestored,
     Operation,
+    Progress,
     ProgressSink,
     Restored,
     StartAudit,
@@ -185,10 +186,17 @@ class BackgroundWork:
         subject = ", ".join(names) or "everything in the store"
         return self.operations.start("restore", subject, run, owner_uid=owner_uid)
 
-    async def remove_mirror(self, name: MirrorName) -> None:
+    async def remove_mirror(self, name: MirrorName, *, owner_uid: int) -> Operation | None:
         """Remove a mirror and everything built from it. Raises ConflictError."""
-        await self._forget(name, self.mirrors.remove)
-        await self.on_mirrors_changed()
+
+        async def run(progress: ProgressSink) -> None:
+            progress(Progress(total=1, unit="mirrors", note=f"wait for other work on {name}"))
+            try:
+                await self._forget(name, self.mirrors.remove)
+            finally:  # a cancelled one may have removed it
+                await self.on_mirrors_changed()
+
+        return await self.operations.patiently("mirror.remove", str(name), run, owner_uid=owner_uid)
 
     async def forget_mirror(self, name: MirrorName) -> None:
         """Remove the local data of a mirror that another daemon removed."""

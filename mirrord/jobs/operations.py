@@ -118,6 +118,38 @@ class Operations:
         task.add_done_callback(lambda _: self._tasks.pop(operation.id, None))
         return record.current()
 
+    async def patiently(
+        self,
+        kind: str,
+        subject: str,
+        work: Callable[[ProgressSink], Coroutine[Any, Any, T]],
+        *,
+        owner_uid: int,
+    ) -> T | Operation:
+        """Return the result of a request's work, or the operation that it became after 10 s."""
+        latest, sinks = Progress(), list[ProgressSink]()
+
+        def relay(progress: Progress) -> None:
+            nonlocal latest
+            latest = progress
+            for sink in sinks:
+                sink(progress)
+
+        task = await patiently(work(relay))
+        if task.done():
+            return task.result()
+
+        async def run(sink: ProgressSink) -> T:
+            sinks.append(sink)
+            sink(latest)
+            return await task
+
+        try:
+            return self.start(kind, subject, run, owner_uid=owner_uid)
+        except errors.StoppingError:
+            task.cancel()
+            raise
+
     def admit_member(self, uid: int) -> None:
         """Raise TooManyRequestsError where a user who is no administrator has too many running.
 

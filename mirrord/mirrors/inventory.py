@@ -307,12 +307,14 @@ class Inventory:
         path = self.path(row.name)
         async with self.sharing.claim(row.name), self.lock(row.name):
             await self._must_be_unused(row.name)
-            await self.catalog.delete_mirror(row.name.key)
             try:
+                await self.catalog.delete_mirror(row.name.key)
                 if path.exists():
                     await self.quarantine.discard(path)
-            except OSError:  # it cannot be moved away
-                await self.catalog.put_mirror(row)
+            except BaseException:  # it cannot be moved away, or its removal was cancelled
+                if path.exists():
+                    with anyio.CancelScope(shield=True):
+                        await self.catalog.put_mirror(row)
                 raise
             self._names.pop(row.name.key, None)
             self._unsynced.pop(row.name.key, None)

@@ -139,11 +139,19 @@ class Prewarmed(Answer):
 
 
 # The result of each kind of operation. `mirror.maintain` has none.
+class ReloadAnswer(Answer):
+    """The configuration keys that a reload `applied`, and those that need a restart (`refused`)."""
+
+    applied: list[str]
+    refused: list[str]
+
+
 RESULTS: dict[str, type[Answer]] = {
     "mirror.add": Synced,
     "mirror.sync": Synced,
     "mirror.set-url": Synced,
     "pin.add": Pin,
+    "config.reload": ReloadAnswer,
     "refs.restore": RefDiff,
     "bundle.import": BundleImported,
     "restore": Restored,
@@ -326,13 +334,6 @@ class Configuration(Answer):
 
     path: str | None
     settings: dict[str, Any]
-
-
-class ReloadAnswer(Answer):
-    """The configuration keys that a reload `applied`, and those that need a restart (`refused`)."""
-
-    applied: list[str]
-    refused: list[str]
 
 
 class Event(Answer):

@@ -8,9 +8,11 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import daemon_fleet
 import forge
@@ -34,6 +36,8 @@ from daemon_fleet import (
 )
 from daemons import Daemon
 from gitrepos import Upstream
+
+from mirrord import Client
 
 pytestmark = pytest.mark.slow
 
@@ -158,8 +162,74 @@ def test_a_store_that_never_answers_keeps_no_request_waiting(
             have(f"refs/mirrord/pins/person/0/{published}", b)
 
 
-def _pin_of(commit: str) -> dict[str, str]:
-    return {"mirror": "owner/name", "commit": commit}
+def test_what_waits_for_other_work_and_a_silent_store_goes_on_as_an_operation(
+    server: postgresql.Server, upstream: Upstream
+) -> None:
+    """Removals of a pin, a dataset, a mirror, and a reload; what is cancelled is left as it was."""
+    bucket, heard = s3.shared(), list[bytes]()
+    with link.to(bucket.port) as wire, ThreadPoolExecutor() as pool:
+        environment = bucket.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
+        with daemon_fleet.fleet(server, bucket.create(), upstream.path.parent) as fleet:
+            a = fleet.make(_OWN, environment=environment)
+            done(a, "POST", "/v1/mirrors/owner__name/sync")
+            copy = {"repo": "owner/copy", "url": f"file://{upstream.path}"}
+            done(a, "POST", "/v1/mirrors", copy)
+            old, new = upstream.git("rev-parse", "HEAD~2"), upstream.commit({"new": "line\n"})
+            assert a.request("POST", "/v1/pins", _pin_of(old))[0] == 201
+            done(a, "POST", "/v1/datasets?filename=d.jsonl", rows(old))
+            wire.on_data = lambda _, is_request, data: heard.append(data) if is_request else None
+            wire.is_silent = True
+
+            def has_heard(name: bytes) -> bool:
+                return any(name in data for data in heard)
+
+            def ask(method: str, path: str, body: Any = None) -> Future[Any]:
+                return pool.submit(a.request, method, path, body)
+
+            pinning = [ask("POST", "/v1/pins", _pin_of(new, of)) for of in ("name", "copy")]
+            for name in (b"owner__name", b"owner__copy"):  # both publish, under their locks
+                eventually(partial(has_heard, name))
+            a.config.write_text(f'{a.config.read_text()}[[mirror]]\nrepo = "owner/third"\n')
+            eventually(partial(has_heard, b"owner__third"))
+            asked = [
+                ask("DELETE", f"/v1/pins/owner__name/{old}"),
+                ask("DELETE", "/v1/datasets/d"),
+                ask("DELETE", "/v1/mirrors/owner__copy"),
+                ask("POST", "/v1/reload"),
+            ]
+            with Client(a.socket) as client:
+                removing = pool.submit(client.unpin, "owner/name", old)
+                answers = [one.result() for one in (*pinning, *asked)]
+                assert {status for status, _, _ in answers} == {202}, answers
+                begun = [json.loads(body) for _, _, body in answers]
+                kinds = ["pin.add", "pin.add", "pin.remove", "dataset.remove", "mirror.remove"]
+                assert [it["kind"] for it in begun] == [*kinds, "config.reload"]
+                told = [a.json("GET", f"/v1/operations/{it['id']}") for it in begun]
+                assert {it["state"] for it in told} == {"running"}
+                notes = [it["progress"]["note"] for it in told]
+                # the second where records of the mirror were on their way first
+                assert {*notes[:2]} <= {"verify the commit and publish it", "look for the commit"}
+                assert notes[2:] == [
+                    "wait for other work on owner__name",
+                    "remove its pins",
+                    "wait for other work on owner__copy",
+                    "wait for another reload",  # of the file that changed
+                ]
+                assert a.request("DELETE", f"/v1/operations/{begun[1]['id']}")[0] == 200
+                wire.is_silent = False
+                assert well_ended(a, begun[0])["commit"] == new
+                for removal in begun[2:5]:
+                    assert well_ended(a, removal) is None
+                assert set(well_ended(a, begun[5])) == {"applied", "refused"}
+                removing.result()
+            assert [it["commit"] for it in a.json("GET", "/v1/pins")] == [new]
+            assert a.json("GET", "/v1/datasets") == []
+            mirrors = [it["name"] for it in a.json("GET", "/v1/mirrors")]
+            assert mirrors == ["owner__name", "owner__third"]
+
+
+def _pin_of(commit: str, name: str = "name") -> dict[str, str]:
+    return {"mirror": f"owner/{name}", "commit": commit}
 
 
 def test_a_store_that_has_room_for_little_stays_a_fault(

@@ -96,6 +96,20 @@ class AsyncClient:
     async def _post(self, kind: type[A], *path: str, **request: Any) -> A:
         return http.read_one(await self._connection.request("POST", *path, **request), kind)
 
+    async def _finish(self, kind: type[A], *path: str, **request: Any) -> A:
+        """Post, and wait for the operation that it becomes where upstream or the store is slow."""
+        answer = await self._connection.request("POST", *path, **request)
+        if answer.status != 202:
+            return http.read_one(answer, kind)
+        done = await self.wait(http.read_one(answer, protocol.Operation))
+        return kind.from_json(done.result)
+
+    async def _remove(self, *path: str, **query: Any) -> None:
+        """Delete, and wait for the operation that it becomes where the store is slow."""
+        answer = await self._connection.request("DELETE", *path, **query)
+        if answer.status == 202:
+            await self.wait(http.read_one(answer, protocol.Operation))
+
     async def _start(self, kind: type[Q], *path: str, **members: Any) -> protocol.Operation:
         """Post a message with these members; returns the operation."""
         return await self._post(protocol.Operation, *path, body=http.message(kind, **members))
@@ -121,7 +135,7 @@ class AsyncClient:
 
     async def reload(self) -> protocol.ReloadAnswer:
         """Reload the configuration; raises InvalidConfigError, and then changes nothing."""
-        return await self._post(protocol.ReloadAnswer, "reload")
+        return await self._finish(protocol.ReloadAnswer, "reload")
 
     async def usage(self, *, verbose: bool = False) -> protocol.Usage:
         """Return disk usage and what `gc` would free, in bytes; `verbose` adds rows of items."""
@@ -197,7 +211,7 @@ class AsyncClient:
 
     async def remove_mirror(self, name: str) -> None:
         """Remove a mirror that no pin or checkout needs."""
-        await self._connection.request("DELETE", "mirrors", _mirror(name))
+        await self._remove("mirrors", _mirror(name))
 
     async def log_refs(self, name: str) -> list[protocol.RefRecord]:
         """Return the records of a mirror's ref history, newest first."""
@@ -284,16 +298,11 @@ class AsyncClient:
             await mirrord.pin("psf/requests", commit, reason="baseline of a paper")
         """
         body = http.message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
-        answer = await self._connection.request("POST", "pins", body=body)
-        if answer.status != 202:
-            return http.read_one(answer, protocol.Pin)
-        # it waits for upstream or for the store
-        done = await self.wait(http.read_one(answer, protocol.Operation))
-        return protocol.Pin.from_json(done.result)
+        return await self._finish(protocol.Pin, "pins", body=body)
 
     async def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
         """Remove your pin, or as an administrator that of `owner`."""
-        await self._connection.request("DELETE", "pins", _mirror(mirror), commit, owner=owner)
+        await self._remove("pins", _mirror(mirror), commit, owner=owner)
 
     # -- datasets
 
@@ -367,7 +376,7 @@ class AsyncClient:
 
     async def remove_dataset(self, name: str) -> None:
         """Remove a dataset and its pins; those of other owners stay."""
-        await self._connection.request("DELETE", "datasets", name)
+        await self._remove("datasets", name)
 
     async def list_formats(self) -> list[protocol.FormatInfo]:
         """Return the formats of datasets."""

@@ -97,6 +97,20 @@ class Client:
     def _post(self, kind: type[A], *path: str, **request: Any) -> A:
         return http.read_one(self._connection.request("POST", *path, **request), kind)
 
+    def _finish(self, kind: type[A], *path: str, **request: Any) -> A:
+        """Post, and wait for the operation that it becomes where upstream or the store is slow."""
+        answer = self._connection.request("POST", *path, **request)
+        if answer.status != 202:
+            return http.read_one(answer, kind)
+        done = self.wait(http.read_one(answer, protocol.Operation))
+        return kind.from_json(done.result)
+
+    def _remove(self, *path: str, **query: Any) -> None:
+        """Delete, and wait for the operation that it becomes where the store is slow."""
+        answer = self._connection.request("DELETE", *path, **query)
+        if answer.status == 202:
+            self.wait(http.read_one(answer, protocol.Operation))
+
     def _start(self, kind: type[Q], *path: str, **members: Any) -> protocol.Operation:
         """Post a message with these members; returns the operation."""
         return self._post(protocol.Operation, *path, body=http.message(kind, **members))
@@ -122,7 +136,7 @@ class Client:
 
     def reload(self) -> protocol.ReloadAnswer:
         """Reload the configuration; raises InvalidConfigError, and then changes nothing."""
-        return self._post(protocol.ReloadAnswer, "reload")
+        return self._finish(protocol.ReloadAnswer, "reload")
 
     def usage(self, *, verbose: bool = False) -> protocol.Usage:
         """Return disk usage and what `gc` would free, in bytes; `verbose` adds rows of items."""
@@ -196,7 +210,7 @@ class Client:
 
     def remove_mirror(self, name: str) -> None:
         """Remove a mirror that no pin or checkout needs."""
-        self._connection.request("DELETE", "mirrors", _mirror(name))
+        self._remove("mirrors", _mirror(name))
 
     def log_refs(self, name: str) -> list[protocol.RefRecord]:
         """Return the records of a mirror's ref history, newest first."""
@@ -283,16 +297,11 @@ class Client:
             mirrord.pin("psf/requests", commit, reason="baseline of a paper")
         """
         body = http.message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
-        answer = self._connection.request("POST", "pins", body=body)
-        if answer.status != 202:
-            return http.read_one(answer, protocol.Pin)
-        # it waits for upstream or for the store
-        done = self.wait(http.read_one(answer, protocol.Operation))
-        return protocol.Pin.from_json(done.result)
+        return self._finish(protocol.Pin, "pins", body=body)
 
     def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
         """Remove your pin, or as an administrator that of `owner`."""
-        self._connection.request("DELETE", "pins", _mirror(mirror), commit, owner=owner)
+        self._remove("pins", _mirror(mirror), commit, owner=owner)
 
     # -- datasets
 
@@ -366,7 +375,7 @@ class Client:
 
     def remove_dataset(self, name: str) -> None:
         """Remove a dataset and its pins; those of other owners stay."""
-        self._connection.request("DELETE", "datasets", name)
+        self._remove("datasets", name)
 
     def list_formats(self) -> list[protocol.FormatInfo]:
         """Return the formats of datasets."""
