@@ -31,7 +31,7 @@ from .audits import KEPT
 from .changes import MIRROR, RESTORED
 from .claims import REPAIR
 from .database import Database, Mode, migrate, prepare
-from .datasets import ALL_COMMITS, Servable
+from .datasets import ALL_COMMITS, Choice, Servable
 from .mirrors import PINS
 from .schema import (
     Claim,
@@ -51,10 +51,10 @@ from .schema import (
 from .spool import decode_row, encode_row, row_digest
 
 __all__ = [
-    "ALL_COMMITS", "KEPT", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Claim",
-    "Composition", "DatasetHead", "Generation", "HeldClaim", "InstanceRow", "JudgementRow",
-    "MirrorRow", "Module", "NodeRow", "PinRow", "ReceiptRow", "RecordedRow", "Servable",
-    "decode_row", "encode_row", "row_digest",
+    "ALL_COMMITS", "KEPT", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Choice",
+    "Claim", "Composition", "DatasetHead", "Generation", "HeldClaim", "InstanceRow",
+    "JudgementRow", "MirrorRow", "Module", "NodeRow", "PinRow", "ReceiptRow", "RecordedRow",
+    "Servable", "decode_row", "encode_row", "row_digest",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -237,6 +237,7 @@ class Catalog:
     count_servable = _reads(datasets.count_servable)
     list_servable = _reads(datasets.list_servable)
     list_public_ids = _reads(datasets.list_public_ids)
+    choose_instance = _reads(datasets.choose_instance)
     list_ambiguous = _reads(datasets.list_ambiguous)
     list_instance_ids = _reads(datasets.list_instance_ids)
     list_recorded = _reads(datasets.list_recorded)

@@ -235,62 +235,127 @@ def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[
 # -- instances and the commits they record --------------------------------------------------------
 
 
+class Choice(NamedTuple):
+    """The row that an instance id stands for.
+
+    `rivals` are the datasets that record other tests for it, the row's included: a checkout needs
+    none of them, and whoever needs the tests must name one. `shares_setup`: they are run alike.
+    """
+
+    row: InstanceRow
+    rivals: tuple[str, ...] = ()
+    shares_setup: bool = True
+
+    def must_be_one(self) -> None:
+        """Raise InstanceAmbiguousError where it depends on the dataset which tests are meant."""
+        if self.rivals:
+            raise _ambiguous(self.row.public_id, self.rivals, "tests")
+
+
 def find_instance(
     connection: Connection, identity: str, dataset: str | None = None
 ) -> InstanceRow | None:
-    """Find an instance of one dataset, or of any, by its id or public id.
+    """Find an instance of one dataset, or of any, by its id or public id, as `choose_instance`.
 
-    Of several datasets with the same instance, the first imported one is taken. Raises
-    InstanceAmbiguousError if they differ in repository, base commit or tests: then a checkout and
-    its grade would be another.
+    Raises InstanceAmbiguousError also where datasets record other tests.
+    """
+    choice = choose_instance(connection, identity, dataset)
+    if choice is None:
+        return None
+    choice.must_be_one()
+    return choice.row
+
+
+def choose_instance(
+    connection: Connection, identity: str, dataset: str | None = None
+) -> Choice | None:
+    """Choose the row of an id or public id: the first imported that records tests, or the first.
+
+    Raises InstanceAmbiguousError if datasets differ in repository or base commit: then a checkout
+    would be another. What a dataset does not record contradicts no other.
     """
     has_id = or_(instances.c.id == identity, instances.c.public_id == identity)
-    query = _select_instances(dataset).where(has_id).order_by(instances.c.dataset_id)
+    # a public id hides the commits that its row records, so another dataset's may be another
+    same = instances.c.id.in_(select(instances.c.id).where(has_id))
+    query = _select_instances(dataset).where(same).order_by(instances.c.dataset_id)
     rows = connection.execute(query).mappings().all()
-    if len({_recorded_as(row) for row in rows}) > 1:
+    if len({(row["mirror_name"].lower(), row["base_commit"]) for row in rows}) > 1:
         names = [row["dataset"] for row in rows]
-        raise InstanceAmbiguousError(
-            f"cannot choose instance {shown(identity)}: {' and '.join(names[:5])} record it with"
-            " different repositories, base commits or tests",
-            hint=f"name the dataset: --dataset {names[0]}",
-            instance=identity,
-            datasets=names,
-        )
-    return next(_read_instances(connection, rows[:1]), None)
+        raise _ambiguous(identity, names, "repositories or base commits")
+    tested = [row for row in rows if _has_tests(row)]
+    row = next(_read_instances(connection, (tested or rows)[:1]), None)
+    if row is None:
+        return None
+    if len({_tests_of(other) for other in tested}) < 2:
+        return Choice(row)
+    shares_setup = all(
+        len({dumps(other[name]) for other in tested if other[name] is not None}) < 2
+        for name in _SETUP
+    )
+    return Choice(row, tuple(other["dataset"] for other in tested), shares_setup)
+
+
+def _ambiguous(identity: str, names: Sequence[str], fact: str) -> InstanceAmbiguousError:
+    return InstanceAmbiguousError(
+        f"cannot choose instance {shown(identity)}: {' and '.join(names[:5])} record it with"
+        f" different {fact}",
+        hint=f"name the dataset: --dataset {names[0]}",
+        instance=identity,
+        datasets=list(names),
+    )
 
 
 # as JSON, which PostgreSQL compares as text alone
-_TESTS = ("fail_to_pass", "pass_to_pass", "install_config")
+_LISTS = ("fail_to_pass", "pass_to_pass")
+_TESTS = (*_LISTS, "install_config")
+_SETUP = ("environment", "python_version", "version", "install_config")
 
 
-def _recorded_as(row: RowMapping) -> tuple[object, ...]:
-    """Return what two datasets must record alike to be asked for by the id alone."""
-    place = row["mirror_name"].lower(), row["base_commit"]
-    return *place, row["test_patch"] or b"", *(dumps(row[name]) for name in _TESTS)
+def _has_tests(row: RowMapping) -> bool:
+    return bool(row["test_patch"] or any(row[name] for name in _LISTS))
+
+
+def _tests_of(row: RowMapping) -> tuple[object, ...]:
+    """Return what two datasets that record tests must record alike to be graded by the id alone."""
+    return row["test_patch"] or b"", *(dumps(row[name]) for name in _TESTS)
 
 
 def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstance]:
-    """List instances of a dataset that another dataset does not record alike."""
-    other, other_dataset = instances.alias(), datasets.alias()
-    places = [(func.lower(it.c.mirror_name), it.c.base_commit) for it in (instances, other)]
-    patches = [func.coalesce(it.c.test_patch, literal(b"")) for it in (instances, other)]
-    tests = [[cast(it.c[name], Text) for name in _TESTS] for it in (instances, other)]
-    differs = or_(
-        *(one != another for one, another in zip(*places, strict=True)),
-        patches[0] != patches[1],
-        *(one.is_distinct_from(another) for one, another in zip(*tests, strict=True)),
+    """List instances of a dataset for which another records another commit, or other tests."""
+    own, other, other_dataset = instances, instances.alias(), datasets.alias()
+    places = [(func.lower(it.c.mirror_name), it.c.base_commit) for it in (own, other)]
+    is_elsewhere = or_(*(one != another for one, another in zip(*places, strict=True)))
+    patches = [func.coalesce(it.c.test_patch, literal(b"")) for it in (own, other)]
+    tests = [{name: cast(it.c[name], Text) for name in _TESTS} for it in (own, other)]
+    have_tests = (
+        or_(patch != literal(b""), *(lists[name] != "[]" for name in _LISTS))
+        for patch, lists in zip(patches, tests, strict=True)
     )
-    has_same_id = and_(other.c.id == instances.c.id, other.c.dataset_id != instances.c.dataset_id)
+    are_others = or_(
+        patches[0] != patches[1],
+        *(tests[0][name].is_distinct_from(tests[1][name]) for name in _TESTS),
+    )
+    has_same_id = and_(other.c.id == own.c.id, other.c.dataset_id != own.c.dataset_id)
+    differs = or_(is_elsewhere, and_(*have_tests, are_others))
     query = (
-        of_dataset(dataset, instances.c.id, other_dataset.c.name)
+        of_dataset(dataset, own.c.id, other_dataset.c.name, is_elsewhere)
         .join(other, and_(has_same_id, differs))
         .join(other_dataset, other_dataset.c.id == other.c.dataset_id)
-        .order_by(instances.c.id, other_dataset.c.name)
+        .order_by(own.c.id, other_dataset.c.name)
     )
     ambiguous: dict[str, list[str]] = {}
-    for identity, name in connection.execute(query):
+    elsewhere: set[str] = set()
+    for identity, name, is_other in connection.execute(query):
         ambiguous.setdefault(identity, [dataset]).append(name)
-    return [AmbiguousInstance(id=identity, datasets=names) for identity, names in ambiguous.items()]
+        elsewhere |= {identity} if is_other else set()
+    return [
+        AmbiguousInstance(
+            id=identity,
+            datasets=names,
+            differs="commit" if identity in elsewhere else "tests",
+        )
+        for identity, names in ambiguous.items()
+    ]
 
 
 def iter_instances(

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from cachetools import LRUCache
 
 from .. import errors
-from ..catalog import Catalog, Composition, InstanceRow
+from ..catalog import Catalog, Choice, Composition, InstanceRow
 from ..model import CommitId, CommitRole, History, MirrorName, shown
 from ..protocol import Instance, RecordedCommit
 from ..testlogs import SCRIPTS
@@ -70,9 +70,10 @@ class QueryCache(Generic[K, T]):
         self._version += 1
 
 
-def _size_of(row: InstanceRow | None) -> int:
-    if row is None:  # a client could fill the cache with ids that do not exist
+def _size_of(choice: Choice | None) -> int:
+    if choice is None:  # a client could fill the cache with ids that do not exist
         return 0
+    row = choice.row
     tests = sum(len(test) + 60 for test in (*row.fail_to_pass, *row.pass_to_pass))
     return 1000 + len(row.patch or "") + len(row.test_patch or "") + tests
 
@@ -82,8 +83,8 @@ class Lookups:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._instances = QueryCache[tuple[str, str | None], InstanceRow | None](
-            lambda key: catalog.find_instance(*key), _size_of
+        self._instances = QueryCache[tuple[str, str | None], Choice | None](
+            lambda key: catalog.choose_instance(*key), _size_of
         )
         self._base_commits = QueryCache[tuple[str, str], CommitId | None](
             lambda key: catalog.find_base_commit(*key)
@@ -102,15 +103,28 @@ class Lookups:
         self._compositions.expire()
 
     async def find_instance(self, identity: str, dataset: str | None = None) -> InstanceRow | None:
-        """Find an instance by its exact id, cached.
+        """Find an instance by its exact id, cached, for whoever needs its tests.
 
-        Of several datasets with the same instance, the first imported one is taken. Raises
-        InstanceAmbiguousError if they differ in repository, base commit or tests.
+        Raises the errors of `choose_instance`, and InstanceAmbiguousError where datasets record
+        other tests.
         """
-        row = await self._instances.find((identity, dataset))
-        if row is not None:  # a checkout of it asks by this name, also while the catalog is away
-            self._instances.add((row.public_id, row.dataset), row)
-        return row
+        choice = await self.choose_instance(identity, dataset)
+        if choice is None:
+            return None
+        choice.must_be_one()
+        return choice.row
+
+    async def choose_instance(self, identity: str, dataset: str | None = None) -> Choice | None:
+        """Choose the row that a checkout is made of, by its exact id, cached.
+
+        Of several datasets with the same instance, the first imported one with tests is taken.
+        Raises InstanceAmbiguousError if they differ in repository or base commit.
+        """
+        choice = await self._instances.find((identity, dataset))
+        if choice is not None:  # a checkout asks by this name, also while the catalog is away
+            named = None if choice.rivals else choice.row.dataset
+            self._instances.add((choice.row.public_id, named), choice)
+        return choice
 
     async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None:
         """Find the only base commit of the mirror's instances with this prefix, cached."""
@@ -125,14 +139,20 @@ class Lookups:
         return await self._compositions.find((name.key, commit))
 
     async def instance(self, identity: str, grader: bool, dataset: str | None = None) -> Instance:
-        """Return an instance, with its answer for a grader. Raises InstanceNotFoundError."""
-        row = await self.find_instance(identity, dataset)
-        if row is None:
+        """Return an instance, with its answer for a grader.
+
+        Raises InstanceNotFoundError, and InstanceAmbiguousError as its view needs it.
+        """
+        choice = await self.choose_instance(identity, dataset)
+        if choice is None:
             raise errors.InstanceNotFoundError(
                 f"cannot find instance {shown(identity)}: no dataset has that id",
                 hint="ids are case-sensitive; `mirrord dataset list` shows the datasets; name a"
                 " commit as NAME@SHA",
             )
+        if grader:
+            choice.must_be_one()
+        row = choice.row
         commits = [RecordedCommit(commit=commit, role=role) for commit, role in row.commits]
         agent_view = Instance(
             id=row.public_id,

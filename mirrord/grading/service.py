@@ -23,7 +23,7 @@ from ..config import Settings
 from ..datasets.service import Datasets
 from ..environments.probing import Probes
 from ..environments.service import Environments
-from ..errors import InstanceNotFoundError, InvalidRequestError
+from ..errors import ConflictError, InstanceNotFoundError, InvalidRequestError
 from ..host.peers import Peer, Process
 from ..mirrors.service import Mirrors
 from ..model import CheckoutId, DiffFormat, Policy, SteeringKind, View, shown
@@ -114,6 +114,8 @@ class Grading:
                 self.leasing.must_be_gradable(parent, admitted.terms.owner_uid)
                 base = replace(parent.base, layer=None, environment_layer=None)
                 resolved = ResolvedRequest(parent.mirror, base)
+                if request.dataset is not None:
+                    resolved = await self._of_dataset(resolved, request.dataset, peer)
                 changed = self.leasing.lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self.patches.job(parent), changed, order)
                 judged, resolved = await self._prepare(stack, admitted, resolved, source, policies)
@@ -238,6 +240,26 @@ class Grading:
             else:
                 default = policy
         return Policies(settings.policy, settings.policies, default, kinds)
+
+    async def _of_dataset(
+        self, resolved: ResolvedRequest, dataset: str, peer: Peer
+    ) -> ResolvedRequest:
+        """Use the tests of this dataset, which must record the checkout's commit."""
+        base = resolved.base
+        if base.instance is None:
+            raise InvalidRequestError(
+                "cannot grade by a dataset: the checkout has no instance",
+                hint="leave the dataset out, or check out an instance",
+            )
+        named = protocol.StartCheckout(instance=base.instance, dataset=dataset)
+        other = await self.resolver.resolve_start(named, self.leasing.naming(peer))
+        if (other.mirror.key, other.base.commit) != (resolved.mirror.key, base.commit):
+            raise ConflictError(
+                f"cannot grade {base.instance} by dataset {shown(dataset)}: it records another"
+                " commit than the checkout has",
+                hint=f"check it out with --dataset {dataset}",
+            )
+        return resolved._replace(base=replace(base, dataset=dataset))
 
     async def _row(self, resolved: ResolvedRequest) -> InstanceRow | None:
         if resolved.base.instance is None:

@@ -120,9 +120,11 @@ PolicyText = Annotated[
 class StartGrade(Request):
     """Asks for a grade of a checkout: its changes at the same commit, with the tests.
 
-    The grade has the checkout's layer and environment, as they were before any changes.
+    The grade has the checkout's layer and environment, as they were before any changes. `dataset`
+    chooses if datasets record other tests for its instance.
     """
 
+    dataset: Word | None = None
     policy: PolicyText | None = None
     backend: model.Backend | None = None
     ttl: Ttl | None = None

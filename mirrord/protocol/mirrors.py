@@ -258,10 +258,14 @@ class DatasetDiff(Answer):
 
 
 class AmbiguousInstance(Answer):
-    """An instance id that `datasets` record with different repositories, base commits or tests."""
+    """An instance id that `datasets` record differently, so that one of them has to be named.
+
+    With another `commit` (or repository) by a checkout, with other `tests` by a grade alone.
+    """
 
     id: str
     datasets: list[str]
+    differs: Literal["commit", "tests"] = "commit"
 
 
 class RecordedCommit(Answer):

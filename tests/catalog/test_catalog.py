@@ -362,7 +362,14 @@ def test_the_dataset_first_imported_answers_for_an_id_that_several_have(
             with pytest.raises(InstanceAmbiguousError):
                 await catalog.find_instance("a")
             (told,) = await catalog.list_ambiguous("ant")
-            assert (told.id, told.datasets) == ("a", ["ant", "zoo"])
+            assert (told.id, told.datasets, told.differs) == ("a", ["ant", "zoo"], "tests")
+            choice = await catalog.choose_instance("a")
+            assert choice is not None
+            assert (choice.row.dataset, choice.rivals) == ("zoo", ("zoo", "ant"))
+        none = replace(instance("a", base=3), fail_to_pass=(), pass_to_pass=(), version="2")
+        await put(catalog, tmp_path, [none], name="ant")
+        assert await catalog.list_ambiguous("ant") == []
+        assert await catalog.find_instance("a") == found
         await put(catalog, tmp_path, [instance("a", base=3)], name="ant")
         await catalog.delete_dataset("zoo")
         found = await catalog.find_instance("a")

@@ -931,21 +931,24 @@ def test_pins_outlive_the_catalog_until_their_dataset_is_there_again(
     ("members", "is_another"),
     [
         ({"FAIL_TO_PASS": '["test_other"]'}, True),
-        ({"test_patch": ""}, True),
+        ({"test_patch": "", "FAIL_TO_PASS": '["test_other"]'}, True),
         ({"install_config": {"test_cmd": "tox", "log_parser": "pytest"}}, True),
+        ({"test_patch": "", "install_config": {"test_cmd": "tox", "log_parser": "pytest"}}, False),
+        ({"test_patch": ""}, False),
         ({"patch": "", "problem_statement": "another", "hints_text": "more"}, False),
     ],
 )
 def test_an_id_with_other_tests_in_another_dataset_asks_for_its_dataset(
     house: Builder, upstream: Upstream, members: dict[str, Any], is_another: bool
 ) -> None:
-    """Else the tests of the dataset that came first would grade it."""
+    """Else the tests of the dataset that came first would grade it; a checkout needs none of them."""
     base = upstream.history(1)[0]
 
     async def body(it: House) -> None:
         await it.take([row("a", base)], name="lite")
         told = await it.take([row("a", base, **members)], name="other")
-        assert told["ambiguous_count"] == is_another
+        assert [it["differs"] for it in told["ambiguous"]] == ["tests"] * is_another
+        assert (await it.datasets.instance("a", grader=False)).base_commit == base
         if not is_another:
             assert (await it.datasets.instance("a", grader=True)).dataset == "lite"
             return
@@ -953,6 +956,22 @@ def test_an_id_with_other_tests_in_another_dataset_asks_for_its_dataset(
             await it.datasets.instance("a", grader=True)
         assert refused.value.facts["datasets"] == ["lite", "other"]
         assert (await it.datasets.instance("a", grader=True, dataset="other")).dataset == "other"
+
+    house.run(body)
+
+
+def test_of_two_datasets_the_one_with_tests_is_graded_whichever_came_first(
+    house: Builder, upstream: Upstream
+) -> None:
+    base = upstream.history(1)[0]
+
+    async def body(it: House) -> None:
+        await it.take([row("a", base, test_patch="")], name="bare")
+        assert (await it.datasets.instance("a", grader=True)).dataset == "bare"
+        told = await it.take([row("a", base)], name="verified")
+        assert told["ambiguous"] == []
+        assert (await it.datasets.instance("a", grader=True)).dataset == "verified"
+        assert (await it.datasets.instance("a", True, "bare")).dataset == "bare"
 
     house.run(body)
 
@@ -970,8 +989,8 @@ def test_an_id_that_two_datasets_record_differently_is_told_and_asks_for_its_dat
         assert (await it.datasets.instance("a", grader=False)).dataset == "lite"
         other = await it.take([row("a", second), row("b", second), row("c", first)], name="other")
         assert other["ambiguous"] == [
-            {"id": "a", "datasets": ["other", "lite", "same"]},
-            {"id": "c", "datasets": ["other", "lite"]},
+            {"id": "a", "datasets": ["other", "lite", "same"], "differs": "commit"},
+            {"id": "c", "datasets": ["other", "lite"], "differs": "commit"},
         ]
         assert other["ambiguous_count"] == 2
         with pytest.raises(InstanceAmbiguousError) as refused:

@@ -10,6 +10,7 @@ import subprocess
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from mirrord import (
     Checkout,
     CheckoutNotFoundError,
     ConflictError,
+    InstanceAmbiguousError,
     InstanceNotFoundError,
     InvalidPatchError,
     InvalidRequestError,
@@ -140,6 +142,63 @@ def test_an_empty_patch_is_the_base_commit_with_the_tests(lab: GradingLab) -> No
     with lab.client.grade(INSTANCE, b"") as grade:
         assert files_of(grade.path) == PROJECT | HIDDEN
         assert (grade.report.changed, grade.strategy) == (0, None)
+
+
+@pytest.fixture
+def others(lab: GradingLab, tmp_path: Path) -> Iterator[str]:
+    """Two more datasets: `other` has other tests of the instance, `late` those of one without."""
+    row = {"instance_id": INSTANCE, "repo": "acme/shapes", "base_commit": lab.commit}
+    other = lab.test_patch.replace("test_right_angle", "test_other_angle")
+    rows = {
+        "other": row | {"test_patch": other},
+        "late": row | {"instance_id": "acme__shapes-0", "test_patch": lab.test_patch},
+    }
+    for name, content in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(content))
+        lab.client.wait(lab.client.import_dataset(tmp_path / f"{name}.jsonl"))
+    yield "test_other_angle"
+    for name in rows:
+        lab.client.remove_dataset(name)
+
+
+def test_whoever_needs_tests_that_datasets_record_differently_names_one(
+    lab: GradingLab, others: str
+) -> None:
+    """The checkout is the same; what it is graded by is chosen, and then remembered."""
+    with lab.agent() as checkout:
+        assert checkout.receipt().dataset is None
+        for refused in (checkout.grade, partial(lab.client.grade, INSTANCE, b"")):
+            with pytest.raises(InstanceAmbiguousError) as error:
+                refused()
+            assert error.value.facts["datasets"] == ["shapes", "other"]
+        with pytest.raises(InstanceNotFoundError):
+            checkout.grade(dataset="late")
+        with checkout.grade(dataset="other") as grade:
+            assert others.encode() in grade.diff()
+            assert grade.receipt().dataset == "other"
+        checkout.reset()
+        with checkout.grade(dataset="shapes") as grade:
+            assert others.encode() not in grade.diff()
+        checkout.reset(INSTANCE, dataset="other")
+        with checkout.grade() as grade:
+            assert others.encode() in grade.diff()
+    with lab.agent(dataset="shapes") as checkout, checkout.grade() as grade:
+        assert others.encode() not in grade.diff()
+    bare = lab.client.checkout(f"acme/shapes@{lab.commit}")
+    with bare, pytest.raises(InvalidRequestError):
+        bare.grade(dataset="other")
+
+
+def test_the_only_dataset_with_tests_grades_though_another_came_first(
+    lab: GradingLab, others: str
+) -> None:
+    with lab.client.checkout("acme__shapes-0", owner=AGENT) as checkout:
+        assert checkout.receipt().dataset == "late"
+        with checkout.grade() as grade:
+            assert grade.report.tests == sorted(HIDDEN)
+    bare = lab.client.checkout("acme__shapes-0", owner=AGENT, dataset="shapes")
+    with bare, bare.grade() as grade:
+        assert grade.report.tests is None
 
 
 def test_a_bare_commit_has_no_tests(lab: GradingLab) -> None:

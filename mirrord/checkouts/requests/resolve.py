@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cachetools import LRUCache
 
 from ... import errors
-from ...catalog import InstanceRow
+from ...catalog import Choice, InstanceRow
 from ...config.values import is_accepted
 from ...datasets.service import Datasets
 from ...host.peers import Peer
@@ -61,8 +61,11 @@ class ResolvedRequest(NamedTuple):
     base: Base
     lacks_past: bool = False
 
-    def of_instance(self, row: InstanceRow) -> "ResolvedRequest":
-        base = replace(self.base, instance=row.public_id, dataset=row.dataset, workdir=row.workdir)
+    def of_instance(self, choice: Choice) -> "ResolvedRequest":
+        """Add the instance, with its dataset unless a grade has to name that."""
+        row = choice.row
+        dataset = None if choice.rivals else row.dataset
+        base = replace(self.base, instance=row.public_id, dataset=dataset, workdir=row.workdir)
         return self._replace(base=base)
 
 
@@ -108,10 +111,10 @@ class Resolver:
         if request.instance is None:
             name, commitish = str(request.mirror), str(request.commit)
         else:
-            row = await self.datasets.find_instance(request.instance, request.dataset)
-            if row is not None:
-                resolved = await self._resolve_base(row)
-                return resolved.of_instance(row)
+            choice = await self.datasets.choose_instance(request.instance, request.dataset)
+            if choice is not None:
+                resolved = await self._resolve_base(choice.row)
+                return resolved.of_instance(choice)
             name, _, commitish = request.instance.partition("@")
             commitish = unquote_name(commitish)  # as `mirrord ref` prints it
             if request.dataset or not commitish:
@@ -176,8 +179,8 @@ class Resolver:
     async def find_base(self, instance: str, dataset: str | None) -> CommitId | None:
         """Return the base commit of an instance; None if it is unknown or ambiguous."""
         with suppress(errors.InstanceAmbiguousError):
-            row = await self.datasets.find_instance(instance, dataset)
-            return row.base_commit if row else None
+            choice = await self.datasets.choose_instance(instance, dataset)
+            return choice.row.base_commit if choice else None
         return None
 
     async def resolve_reset(
@@ -200,9 +203,9 @@ class Resolver:
             base = Base(commit=lease.base.commit, tree=lease.base.tree)
             resolved = ResolvedRequest(lease.mirror, base)
             if lease.base.instance:
-                row = await self.datasets.find_instance(lease.base.instance, lease.base.dataset)
-                if row is not None:
-                    resolved = resolved.of_instance(row)
+                named = lease.base.instance, lease.base.dataset
+                if (choice := await self.datasets.choose_instance(*named)) is not None:
+                    resolved = resolved.of_instance(choice)
             return resolved
         start = StartCheckout(instance=request.instance, dataset=request.dataset)
         resolved = await self.resolve_start(start, naming)
@@ -327,11 +330,14 @@ class Resolver:
 
     async def _find_environment(self, name: str, resolved: ResolvedRequest) -> EnvironmentName:
         if name == "auto":
-            row = None
+            choice = None
             if resolved.base.instance is not None:
-                row = await self.datasets.find_instance(
+                choice = await self.datasets.choose_instance(
                     resolved.base.instance, resolved.base.dataset
                 )
+            if choice is not None and not choice.shares_setup:
+                choice.must_be_one()
+            row = choice.row if choice else None
             if (asked := self.environment_of(row) if row else None) is None:
                 fact = f"instance {row.public_id} has no recipe" if row else "it has no instance"
                 raise errors.NotFoundError(

@@ -133,8 +133,9 @@ def _warnings(imported: DatasetImported) -> Iterator[str]:
         yield f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}"
     for instance in imported.ambiguous:
         others = ", ".join(name for name in instance.datasets if name != dataset.name)
-        fact = f"{others} records another repository, base commit or tests"
-        yield f"{instance.id}: {fact}; check it out with --dataset"
+        fact = "another repository or base commit; check it out"
+        fact = "other tests; grade it" if instance.differs == "tests" else fact
+        yield f"{instance.id}: {others} records {fact} with --dataset"
     if more := imported.ambiguous_count - len(imported.ambiguous):
         yield f"{more} more instances are recorded differently by other datasets"
     by_reason: dict[tuple[str, str], list[UnpinnedCommit]] = {}

@@ -110,11 +110,11 @@ def grade(
     if patch is not None:
         of_patch["strategy"] = strategy or ApplyStrategy.TOLERANT
         handle = session.client.grade(target, read_file(patch), **of_rows, **of_patch, **common)
-    elif options := [name for name, value in (of_rows | of_patch).items() if value]:
+    elif options := [name for name, value in ({"history": history} | of_patch).items() if value]:
         fact = f"cannot use --{options[0]} without --patch: a checkout's change is graded as it is"
         raise UsageError(fact, hint="add --patch FILE and name an instance")
     else:
-        handle = session.client.grade_checkout(find_id(session, target), **common)
+        handle = session.client.grade_checkout(find_id(session, target), dataset=dataset, **common)
     for line in _remarks(handle.report):
         session.note(line)
     print_path(session, handle.report)

@@ -257,6 +257,7 @@ class AsyncCheckout:
     def grade(
         self,
         *,
+        dataset: str | None = None,
         policy: model.Policy | str | Mapping[str, str] | None = None,
         backend: model.Backend | None = None,
         ttl: timedelta | float | str | None = None,
@@ -275,7 +276,7 @@ class AsyncCheckout:
                 done = await sandbox.exec("python -m pytest -q tests")
         """
         how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
-        how |= {"attach": attach, "sandbox": sandbox}
+        how |= {"attach": attach, "sandbox": sandbox, "dataset": dataset}
         return self._client.grade_checkout(self.id, **how, bind=bind, auto_renew=auto_renew)
 
     def ending(

@@ -808,6 +808,7 @@ class AsyncClient:
         self,
         checkout: str,
         *,
+        dataset: str | None = None,
         policy: model.Policy | str | Mapping[str, str] | None = None,
         backend: model.Backend | None = None,
         ttl: timedelta | float | str | None = None,
@@ -819,7 +820,7 @@ class AsyncClient:
     ) -> Pending[AsyncGrade]:
         """Lease a tree with the changes of a checkout and the instance's tests; see `grade`."""
         members = {"policy": http.policy_text(policy), "backend": backend, "owner": owner}
-        members |= {"attach": attach, "sandbox": sandbox}
+        members |= {"attach": attach, "sandbox": sandbox, "dataset": dataset}
         body = http.message(protocol.StartGrade, **members, ttl=http.seconds_of(ttl), bind=bind)
         request = {"body": body, "auto_renew": auto_renew}
         path = ("checkouts", checkout, "grade")
