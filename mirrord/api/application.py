@@ -172,6 +172,8 @@ class Application:
             )
         if not endpoint.early:
             await self._engine.wait_until_open()
+        if endpoint.needs_state:
+            self._engine.room.must_be_here()
         gate, is_admin = self._engine.gate, role is Role.ADMIN
         async with gate.entered(user, is_admin=is_admin):
             call = Call(self._engine, peer, role, request, parameters)

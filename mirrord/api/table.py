@@ -26,6 +26,11 @@ from .request import MEDIA_TYPE, Call, Query, text_response
 OPEN, OWNER, MEMBER, ADMIN = Role
 
 
+# about the daemon itself; `status` and `health` say that the state directory is gone
+_STATELESS = {"health", "status", "activity", "config", "reload", "operations", "events"}
+_STATELESS |= {"openapi.json", "metrics"}
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """One endpoint.
@@ -88,6 +93,11 @@ class Endpoint:
     @property
     def ends_with_client(self) -> bool:
         return self.interruptible or self.method == "GET"
+
+    @property
+    def needs_state(self) -> bool:
+        """True if its answer is about the state directory, which must be there then."""
+        return self.noun not in _STATELESS
 
     @property
     def noun(self) -> str:

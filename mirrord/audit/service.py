@@ -98,6 +98,7 @@ class Audits:
         Raises MirrorNotFoundError, NotFoundError. A cancelled audit is recorded as far as it
         got.
         """
+        self.mirrors.room.must_be_here()
         level = request.level or self.settings().audit.level
         recorded = await self._names(request)
         past: list[JudgementRow] = []
@@ -195,6 +196,7 @@ class Audits:
             except errors.StoppingError:
                 raise
             except Exception as error:  # even a bug does not end the audit of other mirrors
+                self.mirrors.room.must_be_here()
                 if isinstance(error, errors.MirrordError | OSError):
                     reason = error.message if isinstance(error, errors.MirrordError) else str(error)
                     log.warning("audit.failed", mirror=str(name), detail=reason)
@@ -270,6 +272,7 @@ class Audits:
             record = None  # of a generation that is not here yet
         accept = tuple(self.settings().audit.accept)
         if not path.is_dir():
+            self.mirrors.room.must_be_here()
             absent = f"there is no mirror {name}, or it was never synced"
             verdict = CommitVerdict(CommitState.NOT_MIRRORED, detail=absent)
             reached = Reached("", dict.fromkeys(commits, Reach.NOTHING), {})

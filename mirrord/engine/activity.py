@@ -20,6 +20,7 @@ import anyio.to_thread
 from .. import __version__, protocol
 from ..checkouts.service import Checkouts
 from ..config import Settings
+from ..errors import DiskFailedError
 from ..host.peers import Access
 from ..host.room import Room
 from ..host.trash import Trash
@@ -197,7 +198,10 @@ class HealthMonitor:
 
     def _disk_reasons(self) -> list[str]:
         try:
+            self._room.must_be_here()
             disk = os.statvfs(self._state_dir)
+        except DiskFailedError as error:
+            return [error.message]
         except OSError as error:
             return [f"cannot read the state directory {self._state_dir}: {error.strerror}"]
         reasons = []

@@ -136,6 +136,8 @@ class Engine:
             await self._open_audits()
             await self._open_jobs()
             await self._open_watches()
+            self._closing.callback(self.room.release)
+            self.room.hold((self.layout.root, self.layout.mirrors, self.layout.checkouts))
             self.is_open = True
         finally:
             # after a failure too: a request that waits is told at once, not at the end of a drain

@@ -254,6 +254,15 @@ class Timetable:
         def regular(name: str, interval: timedelta, run: Callable[[], Awaitable[object]]) -> Job:
             return Job(name, interval, run, since=started)
 
+        def if_here(run: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[object]]:
+            """What is not seen while the state directory is gone would be taken for removed."""
+
+            async def checked() -> object:
+                self.work.mirrors.room.must_be_here()
+                return await run()
+
+            return checked
+
         upkeep, scrub = settings.maintenance.interval, audit.content_interval
         maintaining = Job(
             "maintenance", upkeep, self._maintain, since=early(upkeep), retry=timedelta(minutes=10)
@@ -269,8 +278,8 @@ class Timetable:
             await auditing("audit.content", audit.content_interval, AuditLevel.CONTENT, content),
             maintaining,
             Job("templates.scrub", scrub, self.work.templates.scrub, since=early(scrub)),
-            regular("checkouts.expire", timedelta(seconds=2), self.checkouts.expire),
-            regular("cleanup.retry", CLEANUP_INTERVAL, self.cleanup.retry),
+            regular("checkouts.expire", timedelta(seconds=2), if_here(self.checkouts.expire)),
+            regular("cleanup.retry", CLEANUP_INTERVAL, if_here(self.cleanup.retry)),
             regular("activity.sample", timedelta(seconds=SNAPSHOT_S), self.sample),
             regular("disk.look", timedelta(seconds=2), self.storage.look),
             regular("templates.evict", timedelta(minutes=5), self._evict),

@@ -6,7 +6,7 @@ caches were evicted. Resets, releases, diffs and warm checkouts never ask.
 
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +47,13 @@ class Space(NamedTuple):
         return None
 
 
+def _gone(place: Path, fact: str) -> DiskFailedError:
+    return DiskFailedError(
+        f"cannot read the state directory {place}: {fact}",
+        hint="mount or move it back, or stop the daemon and set state_dir",
+    )
+
+
 def measure(place: Path, reserve_bytes: int) -> Space:
     """Measure the file system of `place`. Without a reserve of bytes, no inodes are reserved.
 
@@ -55,9 +62,7 @@ def measure(place: Path, reserve_bytes: int) -> Space:
     try:
         disk = os.statvfs(place)
     except OSError as error:
-        fact = f"cannot read the state directory {place}: {error.strerror}"
-        hint = "mount or move it back, or stop the daemon and set state_dir"
-        raise DiskFailedError(fact, hint=hint) from error
+        raise _gone(place, str(error.strerror)) from error
     size = disk.f_blocks * disk.f_frsize
     reserve = min(reserve_bytes, size // _SHARE)
     # btrfs has no limit of inodes, and 0 in f_files
@@ -83,6 +88,33 @@ class Room:
         self._backoff = Backoff(_PAUSE, _LONGEST_PAUSE)
         self._not_before = 0.0
         self.evict: Callable[[int], Awaitable[None]] = _evict_nothing
+        self._held: list[tuple[Path, int, os.stat_result]] = []
+
+    def hold(self, places: Iterable[Path]) -> None:
+        """Remember the directories at these paths until `release`.
+
+        An open descriptor keeps the kernel from giving the number of one to another.
+        """
+        for place in places:
+            descriptor = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._held.append((place, descriptor, os.fstat(descriptor)))
+
+    def release(self) -> None:
+        while self._held:
+            os.close(self._held.pop()[1])
+
+    def must_be_here(self) -> None:
+        """Raise DiskFailedError where a held directory is gone, or another is in its place.
+
+        Then nothing is known of what is not seen: an unmounted disk leaves an empty directory.
+        """
+        for place, _, before in self._held:
+            try:
+                now = os.stat(place)
+            except OSError as error:
+                raise _gone(place, str(error.strerror)) from error
+            if not os.path.samestat(now, before):
+                raise _gone(place, "another directory is in its place")
 
     def measure(self) -> Space:
         return measure(self._place, self._reserve_bytes())
