@@ -366,6 +366,15 @@ def test_the_dataset_first_imported_answers_for_an_id_that_several_have(
             choice = await catalog.choose_instance("a")
             assert choice is not None
             assert (choice.row.dataset, choice.rivals) == ("zoo", ("zoo", "ant"))
+        for environment, is_shared in (("image", True), ("another", False)):
+            zoo = replace(instance("a", base=3), environment="image")
+            ant = replace(zoo, fail_to_pass=("t9",), environment=environment)
+            await put(catalog, tmp_path, [zoo], name="zoo")
+            await put(catalog, tmp_path, [ant], name="ant")
+            choice = await catalog.choose_instance("a")
+            assert choice is not None
+            assert (bool(choice.rivals), choice.shares_setup) == (True, is_shared)
+        await put(catalog, tmp_path, [instance("a", base=3)], name="zoo")
         none = replace(instance("a", base=3), fail_to_pass=(), pass_to_pass=(), version="2")
         await put(catalog, tmp_path, [none], name="ant")
         assert await catalog.list_ambiguous("ant") == []
