@@ -1,6 +1,8 @@
 """Many environments at once: 64 tasks on one `AsyncClient` do whole turns, in turn with git doing the same.
 
 A turn is seven requests, or three where `finish` ends it: a reset before a release would make a tree for nobody.
+The first turns of all tasks begin at the same moment, so each verb of them waits for those of the others; they are
+listed apart.
 
 Both have the machine to themselves for a few seconds, several times over. A turn that fails, or whose patch is not
 git's, is counted.
@@ -31,6 +33,7 @@ T = TypeVar("T")
 _SLICES = 4
 _CHANGES = 16
 _FEW = 10  # new files
+_AT_ONCE = ", all at once"  # of verbs in the first turn of each task
 
 
 @dataclass
@@ -52,36 +55,38 @@ class Crowd:
 
     async def _task(self, client: AsyncClient, number: int, ends: float) -> None:
         change, expected = self.work[number % len(self.work)]
+        when = _AT_ONCE
         while (began := time.perf_counter()) < ends:
             try:
-                await self._turn(client, change, expected)
+                await self._turn(client, change, expected, when)
             except MirrordError as error:
                 self.failed[error.code] += 1
             else:
                 self.taken.setdefault("turn", []).append(time.perf_counter() - began)
+            when = ""
 
-    async def _turn(self, client: AsyncClient, change: Change, expected: bytes) -> None:
-        checkout = await self._timed("checkout", client.checkout(self.instance))
-        await self._timed("write", asyncio.to_thread(change.write, checkout.path))
+    async def _turn(self, client: AsyncClient, change: Change, expected: bytes, when: str) -> None:
+        async def timed(verb: str, work: Awaitable[T]) -> T:
+            began = time.perf_counter()
+            done = await work
+            self.taken.setdefault(verb + when, []).append(time.perf_counter() - began)
+            return done
+
+        checkout = await timed("checkout", client.checkout(self.instance))
+        await timed("write", asyncio.to_thread(change.write, checkout.path))
         if self.by_finish:
-            finished = await self._timed("finish", checkout.finish(grade=True))
+            finished = await timed("finish", checkout.finish(grade=True))
             patch, grade = finished.diff, finished.grade
             assert grade is not None
-            await self._timed("release", grade.release())
+            await timed("release", grade.release())
         else:
-            patch = await self._timed("diff", checkout.diff())
-            grade = await self._timed("grade", checkout.grade())
-            await self._timed("release", grade.release())
-            await self._timed("reset", checkout.reset())
-            await self._timed("release", checkout.release())
+            patch = await timed("diff", checkout.diff())
+            grade = await timed("grade", checkout.grade())
+            await timed("release", grade.release())
+            await timed("reset", checkout.reset())
+            await timed("release", checkout.release())
         if patch != expected:
             self.failed["wrong patch"] += 1
-
-    async def _timed(self, verb: str, work: Awaitable[T]) -> T:
-        began = time.perf_counter()
-        done = await work
-        self.taken.setdefault(verb, []).append(time.perf_counter() - began)
-        return done
 
 
 def git_turns(git: Git, commit: str, change: Change, expected: bytes, seconds: float) -> int:

@@ -23,7 +23,7 @@ sides start each round clean, with nothing left to remove, and write the change 
 turn is: checkout, write, diff, grade, release of the grade, reset, release. In the crowd all tasks share one `AsyncClient`,
 which also writes the files, on the same processors; where `finish` ends a turn it is three requests: checkout, diff with grade
 and release, release of the grade. Every few seconds git gets the machine instead, with a process for each processor. There,
-removal counts for both sides.
+removal counts for both sides. After that all tasks begin a turn at the same moment: its verbs are listed apart, as "all at once".
 `--cases cold` measures each verb after a second without a request, as agents pause to think, and git's after the same pause.
 """
 
