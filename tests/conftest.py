@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -20,6 +21,7 @@ from mirrord.workers.pool import FORK_SERVER
 
 def pytest_configure() -> None:
     """Be independent of the shell: it may ignore Ctrl-C for its children, or have a strict umask."""
+    gc.disable()  # until the tests are collected: a million objects, of which none is garbage
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(0o022)
     # A busy machine is no failure of the code.
@@ -42,6 +44,12 @@ def pytest_configure() -> None:
         "mirrord.templates.layers",
         "mirrord.trees.pooled",
     )
+
+
+def pytest_collection_finish() -> None:
+    """No collection looks at modules and tests again, and no fork copies their pages for one."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
