@@ -37,12 +37,17 @@ setup: .venv/ready ## create the environment with .venv/bin/mirrord
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv; fi
 	umask 022; $(PYTHON) -m venv --clear .venv
-	umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
-	umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e packaging/client
+	@sed -n '/^uv==/,/[^\\]$$/p' requirements-dev.lock >.venv/uv.lock
+	$(PIP) --require-hashes -r .venv/uv.lock
+	@# uv needs half of the processor time; pip, where only its own configuration names an index
+	$(UV) pip sync --python .venv --compile-bytecode --require-hashes requirements-dev.lock || $(PIP) --require-hashes -r requirements-dev.lock
+	$(UV) pip install --python .venv --no-deps --no-build-isolation -e . -e packaging/client
 	@touch $@
 
-# The packages of harnesses, separate from ours. Harbor needs Python 3.12; without it, its tests are skipped.
 UV := umask 022; $(CURDIR)/$(BIN)/uv --quiet
+PIP := umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# The packages of harnesses, separate from ours. Harbor needs Python 3.12; without it, its tests are skipped.
 LOCKS := tests/integrations/requirements
 
 harnesses: .venv/harnesses/ready .venv/harbor/ready .venv/moto/ready .venv/kubernetes/ready .venv/ray/ready ## install the harnesses, the S3 server and the schemas of the tests
