@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from email.utils import formatdate
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -44,18 +44,20 @@ REVISION = 1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("directory", type=Path, nargs="?", help="without it: only download")
+    parser.add_argument("--only", choices=PACKAGES, help="one of the two packages")
     chosen = parser.parse_args()
     os.umask(0o022)
     try:
         fetch_wheels()
         if chosen.directory:
-            print(*build(chosen.directory), sep="\n")
+            names = (chosen.only,) if chosen.only else PACKAGES
+            print(*build(chosen.directory, names), sep="\n")
     except Refused as error:
         sys.exit(f"no package: {error}")
 
 
-def build(directory: Path) -> list[Path]:
-    """Build the packages into a directory; returns their paths."""
+def build(directory: Path, names: Sequence[str]) -> list[Path]:
+    """Build packages of these names into a directory; returns their paths."""
     if sys.base_prefix != "/usr":
         raise Refused(f"it is for the system's Python, and this is that of {sys.base_prefix}")
     commit_time = ("git", "log", "-1", "--format=%ct")
@@ -72,7 +74,8 @@ def build(directory: Path) -> list[Path]:
         move_extras(environment, extras)
         put_files(stages["mirrord"], environment, at)
         packages = []
-        for name, stage in stages.items():
+        for name in names:
+            stage = stages[name]
             compile_modules(stage / inside)
             put_documents(stage, name, version, at)
             put_control(stage, name, version, architecture)

@@ -1,4 +1,4 @@
-"""What `service install` would do, and where it refuses; tests/systemd/test_package.py does it."""
+"""What `service install` would do, and where it refuses; tests/packaging/test_package.py does it."""
 
 from __future__ import annotations
 

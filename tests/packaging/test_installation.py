@@ -1,4 +1,4 @@
-"""docs/installation.md: its ways for an ordinary user, each run as one; tests/systemd/test_package.py has root's."""
+"""docs/installation.md: its ways for an ordinary user, each run as one; test_package.py has root's."""
 
 from __future__ import annotations
 
