@@ -252,6 +252,7 @@ def test_a_store_that_has_room_for_little_stays_a_fault(
             assert failed["error"]["code"] == "store-full"
             while len(probes) < 5:  # each is written and deleted
                 assert b"has no room" in a.get("/v1/health")[2]
+                time.sleep(0.1)
             wire.is_full = False
             eventually(lambda: a.get("/v1/health")[0] == 200)
             assert newest(fleet) > at
