@@ -176,9 +176,10 @@ release: setup release-tools ## build wheels, sdists, deb, SBOM and SHA256SUMS o
 	@$(BIN)/python packaging/release.py dist
 
 release-check: DEBIAN_PACKAGES += lintian bats cargo cmake gcc golang-go libc6-dev make nodejs
-release-check: debian setup pythons wheels release-tools ## run the release tests, say what they skipped; build twice, compare bytes; lintian
+release-check: debian setup pythons wheels harnesses release-tools ## run the release tests, say what they skipped; build twice, compare bytes; lintian
 	$(BIN)/python -m pytest -m release -rs tests/packaging tests/environments/test_image_languages.py
-	MIRRORD_DAMAGES=all $(BIN)/python -m pytest tests/audit/test_damages.py tests/heal/test_service.py
+	MIRRORD_DAMAGES=all MIRRORD_HARNESSES=all $(BIN)/python -m pytest -rs tests/audit/test_damages.py tests/heal/test_service.py \
+		tests/daemon/test_home_work.py tests/integrations/test_without_mounts.py
 	@$(BIN)/python packaging/release.py --check dist
 	@if command -v lintian >/dev/null; then lintian --fail-on error --display-level '>=error' dist/*.deb && echo 'lintian: no errors'; \
 	else echo 'no lintian here: the packages are not checked by it' >&2; fi

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,26 @@ TEST = "python -B tests/run.py"
 
 PROJECT_ROOT = Path(__file__).parents[2]
 ROLLOUTS = PROJECT_ROOT / "tests" / "integrations" / "rollouts"
+
+
+_IS_RIGHT: dict[str, Callable[[Any], bool]] = {
+    "swe_rex": lambda it: "height / 2" in it["patch"],
+    "verifiers": lambda it: it["rewards"] == [1.0, 0.0],
+    "inspect_ai": lambda it: it["grades"] == {"gold": "C", "nothing": "I"},
+}
+
+
+def roll_out_at(place: str, roll_out: Callable[[str], Any]) -> None:
+    """By the harness that MIRRORD_SEED chooses for a place; by each with MIRRORD_HARNESSES=all.
+
+    What they have in common with other places is asserted by the programs themselves.
+    """
+    names = sorted(_IS_RIGHT)
+    if os.environ.get("MIRRORD_HARNESSES") != "all":
+        names = [random.Random(f"{os.environ.get('MIRRORD_SEED', '17')} {place}").choice(names)]
+    for name in names:
+        answer = roll_out(name)
+        assert _IS_RIGHT[name](answer), (name, answer)
 
 
 def environment(name: str = "harnesses") -> Path:
