@@ -159,6 +159,7 @@ def host(scratch: Path) -> Iterator[Host]:
         installed.LIBRARIES_INSIDE: installed.LIBRARIES,
         "/srv/upstreams": scratch / "upstreams",
         "/opt/attacks/redteam": ATTACKERS,
+        "/opt/attacks/mount_table.py": ATTACKERS.parent / "support/mount_table.py",
         "/run/systemd/system": _units(scratch / "units"),
         "/run/sysusers.d": _directory(
             scratch / "sysusers",
