@@ -9,6 +9,7 @@ from stat import S_IMODE
 
 from .errors import ConflictError, InvalidConfigError, ResourceError
 from .model import shown
+from .presence import exists, is_dir
 from .quoting import decode_name
 
 _SYSTEM_SOCKET = Path("/run/mirrord/mirrord.sock")
@@ -63,8 +64,8 @@ def find_config_path() -> Path | None:
         return Path(named)
     home = xdg_directory("XDG_CONFIG_HOME", Path.home() / ".config")
     path = Path("/etc/mirrord/config.toml") if os.geteuid() == 0 else home / "mirrord/config.toml"
-    # os.path.exists: the root of a user namespace may not enter root's directories
-    return path if os.path.exists(path) else None
+    # the root of a user namespace may not enter root's directories
+    return path if _is_reachable(path) else None
 
 
 def default_state_dir() -> Path:
@@ -129,8 +130,15 @@ def socket_path(named: Path | str | None, config_path: Path | str | None) -> Pat
         return settings["socket"]
     defaults = _default_sockets(settings.get("state_dir") or default_state_dir())
     candidates = defaults if path else [*defaults, _SYSTEM_SOCKET]
-    # os.path.exists: another user's directory on the way counts as absent
-    return next(filter(os.path.exists, candidates), defaults[0])
+    return next(filter(_is_reachable, candidates), defaults[0])
+
+
+def _is_reachable(path: Path) -> bool:
+    """Return whether a path exists; what another user's directory hides counts as absent."""
+    try:
+        return exists(path)
+    except PermissionError:
+        return False
 
 
 def _read_paths(config: Path) -> dict[str, Path]:
@@ -160,7 +168,7 @@ class Layout:
 
     def __init__(self, root: Path) -> None:
         # not one to nothing, which may be a disk that is not mounted yet
-        self.root = root = root.resolve() if root.is_dir() else root
+        self.root = root = root.resolve() if is_dir(root) else root
         self.mirrors, self.quarantine = root / "mirrors", root / "quarantine"
         self.datasets, self.bundles = root / "datasets", root / "bundles"
         self.templates, self.environments = root / "templates", root / "environments"
@@ -178,7 +186,7 @@ class Layout:
 
     def check_version(self) -> None:
         """Write the version into a new state directory. Raises ConflictError for a newer one."""
-        written = decode_name(self.version.read_bytes()) if self.version.exists() else ""
+        written = decode_name(self.version.read_bytes()) if exists(self.version) else ""
         if not written:
             staged = self.version.with_suffix(".new")
             with suppress(OSError):  # a full or read-only disk can still be served from
@@ -200,7 +208,7 @@ class Layout:
         """Make missing directories, and correct modes."""
         for directory, mode in self.modes().items():
             self._make(directory, mode)
-        if not self.catalog.exists():
+        if not exists(self.catalog):
             self.catalog.touch(mode=0o600)  # SQLite creates its journals with the database's mode
 
     def modes(self) -> dict[Path, int]:

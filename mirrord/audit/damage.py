@@ -9,6 +9,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..git.fsck import RULES, Blemish, Severity, read_complaint
 from ..git.packs import packs_in
+from ..presence import exists
 from .defects import TIMEOUT, BadFile, FileKind
 from .reading import OBJECT_ID, read_objects, run_git
 
@@ -67,7 +68,7 @@ def find_damage(git_dir: Path, bad_files: Collection[BadFile], named: Collection
                 git_dir=git_dir, timeout=TIMEOUT, doing=f"verify {index.name}",
             )  # fmt: skip
         except (CorruptObjectError, GitFailedError) as error:
-            if index.exists():
+            if exists(index):
                 packs[pack.name] = error.message
     loose = {bad.object_id for bad in bad_files if bad.kind is FileKind.LOOSE}
     return Damage(unreadable(git_dir, sorted(loose | set(named))), packs)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..git.special import iter_special
+from ..presence import lexists
 from .defects import BadFile, FileKind
 
 LOOSE_NAME = re.compile(r"[0-9a-f]{38}")
@@ -28,7 +29,7 @@ _PLANTED = {
 def find_strange(git_dir: Path) -> Iterator[BadFile]:
     """Find objects that are no files, missing directories, and files that mislead git."""
     for name, reason in _PLANTED.items():
-        if os.path.lexists(git_dir / name):
+        if lexists(git_dir / name):
             yield BadFile(name, FileKind.PLANTED, f"{reason}, and mirrord makes none")
     for name in iter_special(git_dir):
         if not name.startswith(_JUDGED_AS_REFS) and not _kind_at(name):

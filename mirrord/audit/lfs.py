@@ -6,6 +6,7 @@ from pathlib import Path
 from ..git.lfs import OBJECTS, find_fault, object_path, read_records
 from ..git.objects.modules import read_needs
 from ..model import AuditLevel, CommitId, FindingKind
+from ..presence import is_dir
 from .defects import Defect
 
 
@@ -16,7 +17,7 @@ def find_bad_objects(
 
     `content` reads them all, the other levels compare sizes.
     """
-    if not (git_dir / OBJECTS).parent.is_dir():
+    if not is_dir((git_dir / OBJECTS).parent):
         return {}
     faults = {
         record.pointer.oid: fault

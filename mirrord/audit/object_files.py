@@ -19,6 +19,7 @@ from ..git import packs
 from ..git.command import run_git_sync
 from ..host.files import NOT_PLAIN, open_plain, read_plain
 from ..model import AuditLevel, FindingKind
+from ..presence import exists, matching
 from .defects import CHECKSUM_MISMATCH, TIMEOUT, BadFile, Defect, FileKind
 from .layout import LOOSE_NAME, find_strange, no_file, sorted_entries
 
@@ -76,9 +77,9 @@ def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> It
         except FileNotFoundError:
             # git (2.39) removes a pack before its index, and a big one takes a while
             ends = time.monotonic() + 2
-            while (is_half := pack.exists() != index.exists()) and time.monotonic() < ends:
+            while (is_half := exists(pack) != exists(index)) and time.monotonic() < ends:
                 time.sleep(0.1)
-            if is_half and index.exists():
+            if is_half and exists(index):
                 reason = "it is missing, but its index exists"
                 yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, reason)
             elif is_half:
@@ -121,8 +122,8 @@ def _derived(objects: Path, unopened: Collection[Path]) -> Iterator[BadFile]:
     chain = info / "commit-graphs/commit-graph-chain"
     files: dict[Path, Callable[[Path], bool]] = {
         **dict.fromkeys(of_packs, _belongs_to_its_pack),
-        **dict.fromkeys(pack.glob("multi-pack-index-*"), _ends_with_checksum),
-        **dict.fromkeys((info / "commit-graphs").glob("*.graph"), _ends_with_checksum),
+        **dict.fromkeys(matching(pack, "multi-pack-index-*"), _ends_with_checksum),
+        **dict.fromkeys(matching(info / "commit-graphs", "*.graph"), _ends_with_checksum),
         info / "commit-graph": _ends_with_checksum,
         pack / "multi-pack-index": _names_its_packs,
         chain: _names_its_graphs,
@@ -166,7 +167,7 @@ def _names_its_packs(file: Path) -> bool:
         if chunk == b"PNAM"
         for name in data[start:end].rstrip(b"\0").split(b"\0")
     ]
-    return bool(names) and all((file.parent / os.fsdecode(name)).exists() for name in names)
+    return bool(names) and all(exists(file.parent / os.fsdecode(name)) for name in names)
 
 
 def _names_its_graphs(chain: Path) -> bool:
@@ -174,7 +175,7 @@ def _names_its_graphs(chain: Path) -> bool:
     if not re.fullmatch(r"([0-9a-f]{40}\n)+", text):
         return False
     graphs = [chain.parent / f"graph-{name}.graph" for name in text.split()]
-    return all(graph.exists() and _ends_with_checksum(graph) for graph in graphs)
+    return all(exists(graph) and _ends_with_checksum(graph) for graph in graphs)
 
 
 def find_lying(git_dir: Path) -> dict[str, Defect]:
@@ -222,7 +223,7 @@ def _loose(objects: Path, level: AuditLevel, unopened: Collection[Path]) -> Iter
         # RFC 1950: method 8 is deflate, and the two bytes are a multiple of 31
         return len(head) == 2 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0
 
-    for directory in sorted(objects.glob("[0-9a-f][0-9a-f]")):
+    for directory in sorted(matching(objects, "[0-9a-f][0-9a-f]")):
         for file in map(Path, sorted_entries(directory)):
             if not LOOSE_NAME.fullmatch(file.name) or file in unopened:
                 continue

@@ -19,6 +19,7 @@ from ..mirrors.pinrefs import is_pin
 from ..mirrors.refs import JOURNAL, followed_refs
 from ..mirrors.repository import HISTORY, INCOMING, KEPT, OURS, PINS, changed_settings
 from ..model import FindingKind
+from ..presence import exists
 from ..quoting import decode_name, encode_name, quote_name
 from .defects import BadFile, Defect, FileKind
 from .graph import Graph, ancestors, read_graph
@@ -233,7 +234,7 @@ def wrong_refs(
     if not defects:
         return {}
     ends = time.monotonic() + 10  # longer than any transaction; a crash may have left a journal
-    while (git_dir / JOURNAL).exists() and time.monotonic() < ends:  # refs are moving now
+    while exists(git_dir / JOURNAL) and time.monotonic() < ends:  # refs are moving now
         time.sleep(0.1)
     now = read_ref_files(git_dir)
     objects = look_up(repository, now.refs.values(), read=now.newest_record)

@@ -6,7 +6,6 @@ left. The mirror whose last judgement is oldest comes first.
 """
 
 import asyncio
-import os
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from ..mirrors.proofs import end_proof
 from ..mirrors.repository import PINS
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitState, FindingKind, MirrorName, Reach, shown, utc_now
+from ..presence import is_dir, lexists
 from ..telemetry import log
 from .connectivity import CommitVerdict
 from .defects import Defect
@@ -271,13 +271,13 @@ class Audits:
         if await self.mirrors.sharing.is_behind(self.mirrors.repository(name), ask=True):
             record = None  # of a generation that is not here yet
         accept = tuple(self.settings().audit.accept)
-        if not path.is_dir():
+        if not is_dir(path):
             self.mirrors.room.must_be_here()
             absent = f"there is no mirror {name}, or it was never synced"
             verdict = CommitVerdict(CommitState.NOT_MIRRORED, detail=absent)
             reached = Reached("", dict.fromkeys(commits, Reach.NOTHING), {})
             examined = Examined(dict.fromkeys(commits, verdict), reached)
-            has_existed = record or pins or os.path.lexists(path)
+            has_existed = record or pins or lexists(path)
             if has_existed and (wrong := no_directory(path)):
                 examined.defects["mirror"] = Defect(FindingKind.LAYOUT, wrong)
             return MirrorJudgement(name, rows, examined, accept, row=mirror, unresolved=unresolved)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..git.packs import packs_in
 from ..mirrors.refs import packed_refs
+from ..presence import is_dir, is_file, is_symlink, matching
 from ..quoting import encode_name
 from .defects import BadFile
 from .refs import RefFiles
@@ -37,7 +38,7 @@ def readable(git_dir: Path, files: RefFiles, strange: Collection[BadFile]) -> It
 
 
 def is_readable_link(path: Path) -> bool:
-    return path.is_symlink() and (path.is_file() or path.is_dir())
+    return is_symlink(path) and (is_file(path) or is_dir(path))
 
 
 def make_stand_in(
@@ -62,7 +63,7 @@ def make_stand_in(
             # git finds a pack by its index, which therefore comes last
             link(pack, into / "objects/pack" / pack.name)
             link(index, into / "objects/pack" / index.name)
-    for directory in (git_dir / "objects").glob("[0-9a-f][0-9a-f]"):
+    for directory in matching(git_dir / "objects", "[0-9a-f][0-9a-f]"):
         if f"objects/{directory.name}" in bad:
             continue
         target = into / "objects" / directory.name

@@ -26,6 +26,7 @@ from ..mirrors.refs import commit, lasting_refs, summarise
 from ..mirrors.repository import HISTORY, Refs, Repository
 from ..mirrors.service import Mirrors
 from ..model import CommitId, MirrorName, utc_now
+from ..presence import exists, matching
 from ..protocol import BundleImported, ProgressSink
 from ..quoting import unquote_name
 from . import bundle_file
@@ -58,7 +59,7 @@ class Bundles:
         """
         row = await self.mirrors.get(name)
         repository = self.mirrors.repository(row.name)
-        if not repository.path.exists():
+        if not exists(repository.path):
             failure = f"cannot bundle mirror {row.name}: it was never synced"
             raise MirrorNotFoundError(failure, hint="sync it first")
         present = lasting_refs(await repository.all_refs())
@@ -122,7 +123,7 @@ class Bundles:
         refs, lenders = dict[str, str](), list[str]()
         for key in sorted(keys - {name.key}):
             row = await self.mirrors.catalog.find_mirror(key)
-            if row and (repository := self.mirrors.repository(row.name)).path.exists():
+            if row and exists((repository := self.mirrors.repository(row.name)).path):
                 own = lasting_refs(await repository.all_refs())
                 own |= await self._write_catalog(row, repository, objects)
                 refs |= bundle_file.part_of(row.name, own)
@@ -178,7 +179,7 @@ class Bundles:
                     name = row.name
                 scratch = Repository(self.mirrors.git, name, directory / "repository")
                 lender = self.mirrors.repository(name)
-                await scratch.create(lender=lender if lender.path.exists() else None)
+                await scratch.create(lender=lender if exists(lender.path) else None)
                 sink = within_room(self.mirrors.room, progress, "import the bundle")
                 await bundle_file.unbundle(scratch, path, sink)
                 parts = {part: sort_refs(inner) for part, inner in modules.items()}
@@ -208,7 +209,7 @@ class Bundles:
         async with self.mirrors.quarantine.directory("import") as directory:
             part = Repository(self.mirrors.git, row.name if row else name, directory / "repository")
             lender = self.mirrors.repository(part.name)
-            await part.create(lender=lender if lender.path.exists() else None)
+            await part.create(lender=lender if exists(lender.path) else None)
             await bundle_file.take_part(source, part, bundle.tips.values())
             result = await self.take(part, bundle, owner_uid)
             if bundle.lfs:
@@ -267,7 +268,7 @@ class Bundles:
         """Rename a new repository into place, or move its objects and refs into the mirror."""
         owners = [(pin.owner, pin.commit) for pin in pins]
         repository = self.mirrors.repository(scratch.name)
-        if not repository.path.exists():
+        if not exists(repository.path):
             head = f"refs/heads/{unquote_name(branch)}" if branch else bundle.head
             plan = await plan_merge(scratch, bundle, owners, head)
             await commit(scratch, plan.moves)
@@ -335,7 +336,7 @@ async def _packed_objects(scratch: Repository, bundle: BundleRefs) -> set[str]:
     """List the objects of a bundle, except the records, which a mirror does not keep."""
 
     def read_indexes() -> set[str]:
-        indexes = (scratch.objects / "pack").glob("*.idx")
+        indexes = matching(scratch.objects / "pack", "*.idx")
         return {oid.hex() for index in indexes for oid in PackIndex(index)}
 
     packed = await to_thread.run_sync(read_indexes)

@@ -27,6 +27,7 @@ from .. import errors
 from ..host.files import is_read_only
 from ..jsontext import dumps
 from ..places import how_to_get
+from ..presence import exists, matching
 from ..telemetry import log, masked
 from .schema import HEAD, metadata, version
 
@@ -89,7 +90,7 @@ class Database:
         self.mode = Mode.SHARED
         if self.is_sqlite:
             path = Path(str(self.url.database))
-            if not path.exists():  # SQLite gives its -wal and -shm files the mode of this one
+            if not exists(path):  # SQLite gives its -wal and -shm files the mode of this one
                 try:
                     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
                 except OSError as error:
@@ -273,7 +274,7 @@ def _open_sqlite(url: URL) -> tuple[Engine, Mode]:
                 reason = str(error.orig)
                 engine.dispose()
         log.warning("catalog.degraded", catalog=url.database, mode=mode.name.lower(), reason=reason)
-        if mode is Mode.ALONE and Path(f"{url.database}-wal").exists():
+        if mode is Mode.ALONE and exists(f"{url.database}-wal"):
             break
     return engine, mode
 
@@ -356,7 +357,7 @@ def _is_old(database: Database, revision: str) -> bool:
     """Return whether the schema must be migrated. Raises ConflictError."""
     if revision == HEAD:
         return False
-    scripts = (MIGRATIONS / "versions").glob("[0-9]*.py")
+    scripts = matching(MIGRATIONS / "versions", "[0-9]*.py")
     if revision not in {path.name.partition("_")[0] for path in scripts}:
         raise errors.ConflictError(
             f"cannot use the catalog {database.label}: this mirrord does not know its schema"
@@ -428,7 +429,7 @@ def _back_up(database: Database) -> Path | None:
 
 def _backups(path: Path) -> list[Path]:
     """Return the copies that migrations made, by revision."""
-    return sorted(path.parent.glob(f"{path.stem}-[0-9][0-9][0-9][0-9]{path.suffix}"))
+    return sorted(matching(path.parent, f"{path.stem}-[0-9][0-9][0-9][0-9]{path.suffix}"))
 
 
 def _downgrade_hint(database: Database) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..host.trash import Trash, new_trash
 from ..model import LayerId, new_layer_id
 from ..places import whole_path
+from ..presence import lexists
 from .lease import Base
 from .leases import Leases
 
@@ -100,6 +101,6 @@ class Layers:
                 del self._leases.layers[layer]
                 # `<id>.git` is there only where tracked files changed, `<id>.stats` for a fork
                 for path in (f"{self.directory}/{layer}{suffix}" for suffix in _BESIDE):
-                    if os.path.lexists(path):
+                    if lexists(path):
                         os.rename(path, gone := new_trash(self.directory))
                         self._trash.add(gone)

@@ -25,6 +25,7 @@ from ..errors import (
 from ..host.files import grant_search, opened, read_plain, write_all
 from ..host.trash import TRASH_PREFIX
 from ..model import Backend, CheckoutId, LayerId, new_checkout_id, shown
+from ..presence import is_dir
 from ..telemetry import log
 from .lease import Directories, Lease, LeaseState, from_json, to_json
 
@@ -273,7 +274,7 @@ def find_unreadable(state_dir: Path) -> dict[str, str]:
     """Return the checkouts that a start would set aside because of their lease, with reasons."""
     public, private = state_dir / "checkouts", state_dir / "leases"
     reasons = {}
-    for name in sorted(os.listdir(private)) if private.is_dir() else ():
+    for name in sorted(os.listdir(private)) if is_dir(private) else ():
         try:
             if not name.startswith("."):
                 _read(Directories(public / name, private / name))
@@ -303,7 +304,12 @@ def _read(directories: Directories) -> Lease | None:
             raise _UnreadableError(f"cannot read its {state}: it is damaged") from error
         if lease.id != directories.public.name:
             raise _UnreadableError(f"its {state} is of checkout {shown(lease.id)}")
-        if not os.path.isdir(directories.public):
-            raise _UnreadableError(f"its directory {directories.public} is gone or unreadable")
+        try:
+            is_there = is_dir(directories.public)
+        except OSError as error:
+            fact = f"cannot read its directory {directories.public}: {error.strerror}"
+            raise _UnreadableError(fact) from error
+        if not is_there:
+            raise _UnreadableError(f"its directory {directories.public} is gone")
         return lease
     return None

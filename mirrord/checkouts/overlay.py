@@ -32,6 +32,7 @@ from ..host.processes import Owner
 from ..host.trash import Trash, find_trash, new_trash
 from ..model import Backend, CheckoutId, LayerId, MirrorName, Target
 from ..patches import journal
+from ..presence import lexists
 from ..protocol import Proof
 from ..telemetry import elapsed_s, log
 from ..templates.environments import EnvironmentStore
@@ -347,7 +348,7 @@ def _remove(directories: Directories) -> bool:
     """Remove the directories of a checkout if its owner wrote nothing; return whether all went."""
     is_gone = True
     public = directories.public
-    environment = [ENVIRONMENT] if os.path.lexists(directories.private / ENVIRONMENT) else []
+    environment = [ENVIRONMENT] if lexists(directories.private / ENVIRONMENT) else []
     for directory in (public / TREE, *(public / name for name in environment), public):
         try:
             os.rmdir(directory)

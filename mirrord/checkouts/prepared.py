@@ -25,6 +25,7 @@ from ..host.files import opened, read_plain, sync_directory, sync_tree, write_al
 from ..model import CommitId, EnvironmentName, History, LayerId, MirrorName, View, shown
 from ..patches.diff import write_repository
 from ..patches.worktree import PatchJob
+from ..presence import exists, is_dir, matching
 from ..protocol import Copied, PreparedLayer
 from ..telemetry import log
 from ..templates.environments import EnvironmentStore
@@ -98,7 +99,7 @@ class PreparedLayers:
 
     def open(self) -> None:
         """Read the records of an earlier daemon; call before unused layers are removed."""
-        for path in sorted(self.layers.directory.glob("*.json")):
+        for path in sorted(matching(self.layers.directory, "*.json")):
             try:
                 self._add(_read(path))
             except FileNotFoundError:
@@ -373,7 +374,7 @@ class PreparedLayers:
             else:
                 for layer in record.layers:
                     sync_tree(self.layers.path(layer))
-                if (repository := path.with_suffix(".git")).exists():
+                if exists(repository := path.with_suffix(".git")):
                     sync_tree(repository)
             self._write_record(record)
 
@@ -412,6 +413,6 @@ def _read(path: Path) -> LayerRecord:
     if record.saved.id != path.stem:
         raise ValueError("it is the record of another layer")
     for layer in record.layers:
-        if not path.with_name(layer).is_dir():
+        if not is_dir(path.with_name(layer)):
             raise ValueError(f"its layer {layer} is gone")
     return record

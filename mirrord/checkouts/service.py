@@ -23,6 +23,7 @@ from ..host.peers import Peer, Process
 from ..host.trash import Trash
 from ..mirrors.service import Mirrors
 from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History, LayerId
+from ..presence import exists
 from ..telemetry import elapsed_s, log
 from ..templates.builder import StoreBuilder
 from ..templates.store import StoreKey, find_leaks
@@ -422,7 +423,7 @@ class Checkouts:
         async with self.leasing.held(checkout, peer, live=True) as lease:
             with self.layers.making() as layer:
                 written = await write(lease.tree_path, layer)
-                if layer.exists():
+                if exists(layer):
                     base = replace(lease.base, layer=LayerId(layer.name))
                     await self.lifecycle.make_clean(replace(lease, base=base))
         return written

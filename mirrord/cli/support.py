@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import tarfile
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from ..doctor import examine
 from ..doctor.support import Scrubber, find_places, find_versions, read_journal, read_log
 from ..errors import full_disk_named
 from ..places import Layout
+from ..presence import exists, lexists
 from ..telemetry import masked
 from .session import Session
 
@@ -113,7 +113,7 @@ class _Parts:
             return _lines(list(read_journal(self._scrub)))
         except errors.MirrordError:
             log = Layout(self.state_dir()).detached_log
-            if not log.exists():
+            if not exists(log):
                 raise
             return _lines(list(read_log(log, self._scrub)))
 
@@ -128,10 +128,10 @@ def _lines(values: list[Any]) -> str:
 
 def _write(path: Path, parts: dict[str, str]) -> None:
     """Write a new archive with mode 0600; leaves nothing on an error."""
-    if os.path.lexists(path):
-        hint = "name another file, or remove it"
-        raise errors.ConflictError(f"cannot write {path}: it exists", hint=hint)
     try:
+        if lexists(path):
+            hint = "name another file, or remove it"
+            raise errors.ConflictError(f"cannot write {path}: it exists", hint=hint)
         with (
             full_disk_named(str(path)),
             whole_file(path) as file,

@@ -24,6 +24,7 @@ from ..mirrors.refs import write_durably
 from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import image_upstream
 from ..model import FROM_IMAGE, CommitId, CommitRole, DatasetName, MirrorName
+from ..presence import matching
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 
@@ -297,7 +298,7 @@ def write_journal(directory: Path, owner: str, before: PinKeys) -> None:
 def read_journals(quarantine: Path) -> dict[str, PinKeys]:
     """Return, by owner of killed imports, the pins that all its journals list."""
     keys: dict[str, PinKeys] = {}
-    for path in quarantine.glob(f"{SPOOL_PREFIX}*/{_FILE}"):
+    for path in matching(quarantine, f"{SPOOL_PREFIX}*/{_FILE}"):
         try:
             journal = json.loads(read_plain(path))
             owner = journal["owner"]

@@ -33,6 +33,7 @@ from ..model import (
     shown,
     utc_now,
 )
+from ..presence import matching
 from ..protocol import (
     Dataset,
     DatasetDiff,
@@ -160,7 +161,7 @@ class Datasets(Lookups):
                 await self._remove_stale_pins(owner, keep)
         if self._lost:
             log.warning("datasets.unknown", datasets=sorted(self._lost))
-        for path in await anyio.to_thread.run_sync(lambda: [*root.glob(f"{SPOOL_PREFIX}*")]):
+        for path in await anyio.to_thread.run_sync(matching, root, f"{SPOOL_PREFIX}*"):
             await self._quarantine.remove(path)
 
     async def clean_up(self) -> bool:

@@ -28,6 +28,7 @@ from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import parse_upstream
 from ..model import CommitId, CommitRole, DatasetName, MirrorName
 from ..places import whole_path
+from ..presence import exists
 from ..protocol import ProgressSink
 from ..telemetry import log, mask_url
 from .pinning import PinOutcome, pin_all
@@ -456,7 +457,7 @@ def _missing_before(before: Composition | None, now: Composition) -> int:
 def has_whole(target: Path, composition: Composition) -> bool:
     """Return whether a composed tree is in the repository at `target`."""
     tree = composition.tree
-    return tree is not None and (target / "objects" / tree[:2] / tree[2:]).exists()
+    return tree is not None and exists(target / "objects" / tree[:2] / tree[2:])
 
 
 def whole_of(

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import ResourceError
 from ..host.processes import search_path
+from ..presence import exists, is_dir
 
 Verdict = Literal["ok", "warn", "fail"]
 # a verdict, the fact behind it, and a remedy unless it is ok
@@ -28,11 +29,11 @@ def judge(is_ok: bool, fact: str, remedy: str, *, otherwise: Verdict = "fail") -
 
 def existing(path: Path) -> Path:
     """Return the path, or its nearest parent that exists."""
-    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+    return next(candidate for candidate in (path, *path.parents) if exists(candidate))
 
 
 def entries(path: Path) -> Iterator[os.DirEntry[str]]:
-    if path.is_dir():
+    if is_dir(path):
         with os.scandir(path) as listed:
             yield from listed
 

@@ -21,6 +21,7 @@ from ..host.files import opened
 from ..host.mount_tables import find_mount
 from ..host.mounts import attach, make_overlay, may_mount, replace, umount
 from ..host.room import measure
+from ..presence import exists, is_symlink
 from .checks import Result, existing, judge
 
 SCRATCH_PREFIX = ".doctor-"
@@ -86,7 +87,7 @@ def journal(settings: Settings) -> Result:
         return "ok", f"not needed: {mount.kind}", ""
     device = Path("/sys/dev/block", mount.device).resolve().name
     task = Path("/sys/fs/ext4", device, "journal_task")
-    if not task.exists():  # containers hide devices
+    if not exists(task):  # containers hide devices
         return "ok", f"unknown: {task} is not shown here", ""
     if task.read_text(encoding="ascii").strip() != "<none>":
         return "ok", "ext4 has a journal", ""
@@ -165,7 +166,7 @@ def _hard_links(place: Path) -> bool:
 
 def _symbolic_links(place: Path) -> bool:
     (place / "symbolic").symlink_to("nowhere")
-    return (place / "symbolic").is_symlink()
+    return is_symlink(place / "symbolic")
 
 
 def _modes(place: Path) -> bool:
@@ -176,7 +177,7 @@ def _modes(place: Path) -> bool:
 
 def _letter_case(place: Path) -> bool:
     (place / "CASE").touch()
-    return not (place / "case").exists()
+    return not exists(place / "case")
 
 
 def _locks(place: Path) -> bool:
@@ -231,7 +232,7 @@ def _replacing(place: Path) -> bool:
     (place / "old").mkdir()
     (place / "new").mkdir()
     os.replace(place / "new", place / "old")
-    return not (place / "new").exists()
+    return not exists(place / "new")
 
 
 def _attributes(place: Path) -> bool:

@@ -24,6 +24,7 @@ from ..host.mounts import may_mount
 from ..host.namespaces import home
 from ..host.processes import search_path
 from ..model import Backend, Place
+from ..presence import exists, is_dir
 from ..workers.pool import Workers
 from .checks import Result, Verdict, entries, existing, judge
 from .place import WEAKER, here
@@ -81,7 +82,7 @@ def _git_package() -> str | None:
         # a paragraph for each package; Debian's version of git has an epoch (1:2.39.5-0+deb12u3)
         if match := re.search(r"(?m)^Package: git\n(?:.+\n)*?Version: (?:\d+:)?(.+)", packages):
             return match[1]
-    return "a package" if any(map(os.path.isdir, _PACKAGES)) else None
+    return "a package" if any(map(is_dir, _PACKAGES)) else None
 
 
 def setpriv(settings: Settings) -> Result:
@@ -108,7 +109,7 @@ def builds(settings: Settings) -> Result:
     """Check what builds of environments need besides sandboxes."""
     uid, _ = build_owner()
     index = settings.environments.index.removeprefix("file://")
-    if index.startswith("/") and not Path(index).is_dir():
+    if index.startswith("/") and not is_dir(index):
         return "warn", f"index {index} is not a directory", "set [environments] index"
     try:
         return "ok", f"as uid {uid}, by {find_uv()}", ""
@@ -130,7 +131,7 @@ def images(settings: Settings) -> Result:
 
 
 def certificates(settings: Settings) -> Result:
-    exists = Path("/etc/ssl/certs").is_dir()
+    exists = is_dir("/etc/ssl/certs")
     fact = f"/etc/ssl/certs {'exists' if exists else 'is missing'}"
     return judge(exists, fact, "install ca-certificates: git cannot fetch over HTTPS without them")
 
@@ -277,7 +278,7 @@ def security_modules(settings: Settings) -> Result:
 def control_groups(settings: Settings) -> Result:
     """Check that this user's sandboxes can have control groups, which count met limits."""
     root = Path("/sys/fs/cgroup")
-    is_unified = (root / "cgroup.controllers").exists()
+    is_unified = exists(root / "cgroup.controllers")
     places = [root] if is_unified else [root / "memory", root / "pids"]
     if all(os.access(place, os.W_OK) for place in places):
         return "ok", f"version {2 if is_unified else 1}, writable", ""

@@ -16,13 +16,14 @@ from ..client.primitives_sync import whole_file
 from ..errors import AccessError, ConflictError, ResourceError
 from ..host.mount_tables import mounts_below
 from ..host.mounts import umount
+from ..presence import exists, is_dir, is_symlink
 from .checks import HostStep, run
 from .units import NAMES, PLACES, RUNNING
 
 _PACKAGE = Path(__file__).parents[1]
 # has `systemd/` and `config.toml`, in a wheel or in the source
 SHARE = next(
-    (each for each in (_PACKAGE / "share", _PACKAGE.parent) if (each / "systemd").is_dir()),
+    (each for each in (_PACKAGE / "share", _PACKAGE.parent) if is_dir(each / "systemd")),
     _PACKAGE,
 )
 
@@ -49,7 +50,7 @@ def plan_install(environment: Path) -> list[HostStep]:
     refuse_environment(environment)
     # the first two, below /etc and /run, are the administrator's own
     for place in PLACES[2:]:
-        if (place / "mirrord.service").exists():
+        if exists(place / "mirrord.service"):
             fact = f"cannot install the service: a package has its units in {place}"
             raise ConflictError(fact, hint="use the mirrord of the package, or remove it")
     return [*_write_steps(environment), *_link_steps(environment), *_start_steps()]
@@ -57,9 +58,9 @@ def plan_install(environment: Path) -> list[HostStep]:
 
 def plan_uninstall(environment: Path) -> list[HostStep]:
     """Return the steps that stop the service and remove all but configuration and state."""
-    units = [name for name in NAMES if (UNITS / name).exists()]
+    units = [name for name in NAMES if exists(UNITS / name)]
     links = [_LINKS / name for name in _PROGRAMS if _is_link_into(environment, _LINKS / name)]
-    fragments = [path for path in _FRAGMENTS.values() if path.exists()]
+    fragments = [path for path in _FRAGMENTS.values() if exists(path)]
     removed = [*(UNITS / name for name in units), *fragments, *links]
     steps = [HostStep(f"remove {path}", path.unlink) for path in removed]
     if units:
@@ -74,7 +75,7 @@ def refuse_host() -> None:
     if os.geteuid() != 0:
         fact = "cannot set up the service: only root may"
         raise AccessError(fact, hint="use sudo; `mirrord serve` runs a daemon without root")
-    if not RUNNING.is_dir():
+    if not is_dir(RUNNING):
         fact = "cannot set up the service: systemd is not running"
         raise ResourceError(fact, hint="`mirrord serve` runs a daemon without systemd")
 
@@ -125,7 +126,7 @@ def _write_steps(environment: Path) -> Iterator[HostStep]:
     # before the directories, which belong to these users
     yield _run("systemd-sysusers", "mirrord.conf")
     yield _run("systemd-tmpfiles", "--create", "mirrord.conf")
-    if not CONFIG.exists():
+    if not exists(CONFIG):
         # URLs in it may have passwords; the daemon reads it by CAP_DAC_READ_SEARCH
         yield _write(CONFIG, (SHARE / "config.toml").read_text(), 0o640)
 
@@ -133,7 +134,7 @@ def _write_steps(environment: Path) -> Iterator[HostStep]:
 def _link_steps(environment: Path) -> Iterator[HostStep]:
     for name in _PROGRAMS:
         link, program = _LINKS / name, environment / "bin" / name
-        if link.resolve() != program.resolve() and (link.is_symlink() or not link.exists()):
+        if link.resolve() != program.resolve() and (is_symlink(link) or not exists(link)):
             yield HostStep(f"link {link} to {program}", partial(_link, link, program))
 
 
@@ -173,7 +174,7 @@ def _link(link: Path, program: Path) -> None:
 
 
 def _is_link_into(environment: Path, link: Path) -> bool:
-    return link.is_symlink() and link.readlink().parent == environment / "bin"
+    return is_symlink(link) and link.readlink().parent == environment / "bin"
 
 
 def _unmount_all() -> None:

@@ -10,6 +10,7 @@ from ..errors import MirrordError
 from ..git.command import run_git_sync
 from ..model import MirrorName
 from ..places import how_to_get
+from ..presence import exists
 from .checks import Result, entries, judge
 
 _RECORDED = (
@@ -30,7 +31,7 @@ def catalog(settings: Settings) -> Result:
     path, mirrors = settings.state_dir / "catalog.sqlite3", settings.state_dir / "mirrors"
     names = [entry.name for entry in entries(mirrors)]
     missing = _read_pins(mirrors, names)
-    if not path.exists() or not path.stat().st_size:
+    if not exists(path) or not path.stat().st_size:
         fact = f"it does not exist, but {len(names)} mirrors do" if names else "none yet"
         return judge(not names, fact, _remedy(missing))
     try:

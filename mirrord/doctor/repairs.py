@@ -23,6 +23,7 @@ from ..host.mount_tables import mounts_below
 from ..host.mounts import umount
 from ..host.trash import find_trash, remove_tree
 from ..places import Layout
+from ..presence import exists, is_dir, is_socket, matching
 from ..sandbox.box import sweep_scratch
 from ..telemetry import masked
 from .checks import HostStep, Result, entries, existing, judge, run
@@ -117,16 +118,16 @@ _TMPFILES = Path("tmpfiles.d/mirrord.conf")
 
 def _directories(settings: Settings) -> Iterator[HostStep]:
     if _installed(_TMPFILES) and os.geteuid() == 0 and find_unit("mirrord.service"):
-        missing = [path for path in ("/run/mirrord", "/var/lib/mirrord") if not os.path.isdir(path)]
+        missing = [path for path in ("/run/mirrord", "/var/lib/mirrord") if not is_dir(path)]
         if missing:
             what = f"make {' and '.join(missing)} with systemd-tmpfiles"
             yield HostStep(what, partial(run, "systemd-tmpfiles", "--create", "mirrord.conf"))
             return
-    if not settings.state_dir.exists() and os.access(existing(settings.state_dir), os.W_OK):
+    if not exists(settings.state_dir) and os.access(existing(settings.state_dir), os.W_OK):
         layout = Layout(settings.state_dir)
         yield HostStep(f"make {layout.root} with mode 0711", layout.make_root)
     above = settings.socket.parent
-    if not above.exists() and os.access(existing(above), os.W_OK):
+    if not exists(above) and os.access(existing(above), os.W_OK):
         make = partial(above.mkdir, mode=0o755, parents=True)
         yield HostStep(f"make {above} with mode 0755", make)
 
@@ -158,7 +159,7 @@ _CONFIG_PLACES = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr
 
 
 def _installed(name: Path) -> bool:
-    return any((place / name).exists() for place in _CONFIG_PLACES)
+    return any(exists(place / name) for place in _CONFIG_PLACES)
 
 
 def _exists(look_up: Callable[[str], object], name: str) -> bool:
@@ -225,8 +226,8 @@ def _state_leftovers(settings: Settings) -> Iterator[HostStep]:
                 )
     for directory in (
         *(layout.mirrors, layout.quarantine, layout.checkouts, layout.leases, layout.templates),
-        *layout.templates.glob("[!.]*"),
-        *layout.templates.glob("[!.]*/*"),
+        *matching(layout.templates, "[!.]*"),
+        *matching(layout.templates, "[!.]*/*"),
     ):
         for path in find_trash(directory):
             yield HostStep(
@@ -234,7 +235,7 @@ def _state_leftovers(settings: Settings) -> Iterator[HostStep]:
             )
     for path in scratches:
         yield HostStep(f"remove {path}, left by a killed doctor", partial(remove_tree, path))
-    if settings.socket.is_socket() and _is_dead(settings.socket):
+    if is_socket(settings.socket) and _is_dead(settings.socket):
         what = f"remove {settings.socket}, which has no listener"
         yield HostStep(what, settings.socket.unlink)
 
@@ -256,7 +257,7 @@ def _has_lease(layout: Layout, path: Path) -> bool:
     if not path.is_relative_to(layout.checkouts):
         return False
     private = layout.leases / path.relative_to(layout.checkouts).parts[0]
-    return any((private / name).exists() for name in ("lease.json", "resetting.json"))
+    return any(exists(private / name) for name in ("lease.json", "resetting.json"))
 
 
 def _is_dead(path: Path) -> bool:

@@ -17,6 +17,7 @@ from ..host.mount_tables import find_left_behind
 from ..host.peers import SUBUID, iter_subids
 from ..host.processes import search_path
 from ..places import DOCKER_SOCKET, Layout
+from ..presence import exists, is_socket, matching
 from ..sandbox.box import find_ip, find_obstacle
 from .checks import Result, existing, judge
 from .units import find_unit
@@ -30,7 +31,7 @@ def socket_path(settings: Settings) -> Result:
         return "ok", f"{path}, created by {unit.name}", ""
     parent = existing(path.parent)
     # the daemon's uid is that of the state directory
-    uid = settings.state_dir.stat().st_uid if settings.state_dir.exists() else os.geteuid()
+    uid = settings.state_dir.stat().st_uid if exists(settings.state_dir) else os.geteuid()
     is_own = uid == os.geteuid()
     can_write = os.access(parent, os.W_OK) if is_own else uid in (0, parent.stat().st_uid)
     remedy = f"uid {uid} may not write to {parent}: choose another `socket`"
@@ -113,7 +114,7 @@ def volumes(settings: Settings) -> Result:
     if os.geteuid() != 0:
         fact = f"only root can listen at {DOCKER_SOCKET}"
         return "warn", fact, "run the daemon as root, or enable mirrord-docker.socket"
-    if not DOCKER_SOCKET.is_socket():
+    if not is_socket(DOCKER_SOCKET):
         fact = f"no driver listens at {DOCKER_SOCKET}"
         return "warn", fact, "start the daemon; under systemd first enable mirrord-docker.socket"
     if not shutil.which("podman", path=search_path()) or str(DOCKER_SOCKET) in _podman_plugins():
@@ -128,7 +129,7 @@ _PODMAN = "/etc/containers/containers.conf.d"
 def _podman_plugins() -> set[str]:
     """Return the sockets of volume drivers in podman's configuration for all users."""
     plugins = set()
-    for file in (Path("/etc/containers/containers.conf"), *Path(_PODMAN).glob("*.conf")):
+    for file in (Path("/etc/containers/containers.conf"), *matching(Path(_PODMAN), "*.conf")):
         with suppress(OSError, ValueError):
             engine = tomllib.loads(file.read_text(encoding="utf-8")).get("engine", {})
             plugins |= set(engine.get("volume_plugins", {}).values())

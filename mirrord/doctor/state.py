@@ -11,13 +11,14 @@ from ..host.files import grant_search
 from ..host.mounting import choose_mounter
 from ..host.mounts import HARMLESS
 from ..places import Layout
+from ..presence import exists, matching
 from .checks import Result, entries, existing, judge
 from .units import unit_uid
 
 
 def state_dir(settings: Settings) -> Result:
     path = settings.state_dir
-    if not path.exists():
+    if not exists(path):
         can_make = os.access(existing(path), os.W_OK)
         remedy = f"create {path}, owned by the daemon's user"
         return judge(can_make, f"{path} does not exist yet", remedy)
@@ -42,7 +43,7 @@ def parents(settings: Settings) -> Result:
 def one_file_system(settings: Settings) -> Result:
     layout, home = Layout(settings.state_dir), existing(settings.state_dir).stat().st_dev
     parts = layout.mirrors, layout.templates, layout.checkouts, layout.leases, layout.quarantine
-    paths = [path for path in (*parts, layout.datasets, layout.bundles) if path.exists()]
+    paths = [path for path in (*parts, layout.datasets, layout.bundles) if exists(path)]
     foreign = [path.name for path in paths if path.stat().st_dev != home]
     fact = f"on other file systems: {', '.join(foreign)}" if foreign else "on one file system"
     remedy = "keep state_dir on one file system: files are renamed and hard-linked between parts"
@@ -63,7 +64,7 @@ def access_lists(settings: Settings) -> Result:
 
 def set_id_bits(settings: Settings) -> Result:
     checkouts = settings.state_dir / "checkouts"
-    if checkouts.exists() and os.statvfs(checkouts).f_flag & HARMLESS == HARMLESS:
+    if exists(checkouts) and os.statvfs(checkouts).f_flag & HARMLESS == HARMLESS:
         return "ok", f"{checkouts} is mounted with nosuid,nodev", ""
     try:
         choose_mounter(settings.state_dir, settings.socket.parent / "mount.sock")
@@ -80,7 +81,7 @@ def unfinished(settings: Settings) -> Result:
     quarantine = len(list(entries(settings.state_dir / "quarantine")))
     # a younger one may be of a fetch that runs; maintenance too removes those older than an hour
     hour_ago = time.time() - 3600
-    packs = settings.state_dir.glob("mirrors/*/objects/pack/tmp_*")
+    packs = matching(settings.state_dir, "mirrors/*/objects/pack/tmp_*")
     old = sum(path.stat().st_mtime < hour_ago for path in packs)
     fact = f"{quarantine} in quarantine, {old} unfinished packs"
     remedy = "the daemon removes them when it starts"

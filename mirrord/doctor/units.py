@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..config import Settings
+from ..presence import exists, is_dir, matching
 from .checks import Result, judge
 
 RUNNING = Path("/run/systemd/system")
@@ -26,7 +27,7 @@ _PROGRAM = re.compile(r"(?m)^Exec\w+=/\S+")
 
 
 def find_unit(name: str) -> Path | None:
-    return next((place / name for place in PLACES if (place / name).exists()), None)
+    return next((place / name for place in PLACES if exists(place / name)), None)
 
 
 def unit_uid() -> int:
@@ -39,17 +40,17 @@ def unit_uid() -> int:
 
 
 def units(settings: Settings) -> Result:
-    if not RUNNING.is_dir():
+    if not is_dir(RUNNING):
         return "ok", "systemd does not run here", ""
     paths = [path for path in map(find_unit, NAMES) if path]
     if not paths:
         return "ok", "none is installed", ""
     for path in paths:
-        if missing := [program for program in _programs(path) if not program.exists()]:
+        if missing := [program for program in _programs(path) if not exists(program)]:
             fact = f"{path} starts {missing[0]}, which does not exist"
             return "fail", fact, "install mirrord again, or remove the unit"
     # what `systemctl enable` links, whether of the service or of its socket
-    wanted = [link for place in PLACES for link in place.glob("*.wants/mirrord.s*")]
+    wanted = [link for place in PLACES for link in matching(place, "*.wants/mirrord.s*")]
     fact = f"{len(paths)} of {len(NAMES)} in {paths[0].parent}"
     if not wanted:
         remedy = "`systemctl enable --now mirrord`; it does not start at boot otherwise"
@@ -73,7 +74,7 @@ _PRIVATE_MOUNTS = re.compile(
 
 def drop_ins(settings: Settings) -> Result:
     """Check drop-ins of the administrator, which may be for an earlier release."""
-    files = [path for place in PLACES[:2] for path in sorted(place.glob("mirrord*.d/*.conf"))]
+    files = [path for place in PLACES[:2] for path in sorted(matching(place, "mirrord*.d/*.conf"))]
     for path in files:
         unit = path.parent.name.removesuffix(".d")
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -82,7 +83,7 @@ def drop_ins(settings: Settings) -> Result:
         if unit == "mirrord-mount.service" and (key := _PRIVATE_MOUNTS.search(text)):
             fact = f"{path} sets {key[1]}=, which hides the mounts of the mount service"
             return "fail", fact, f"remove {key[1]}=, then `systemctl daemon-reload` and restart it"
-        if missing := [program for program in _programs(path) if not program.exists()]:
+        if missing := [program for program in _programs(path) if not exists(program)]:
             fact = f"{path} starts {missing[0]}, which does not exist"
             return "fail", fact, "change or remove it, then `systemctl daemon-reload`"
     names = ", ".join(str(path) for path in files)

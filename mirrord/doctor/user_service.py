@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import ResourceError, UsageError
 from ..places import xdg_directory
+from ..presence import exists, is_dir
 from .checks import HostStep, run
 from .installer import replace
 
@@ -66,7 +67,7 @@ def plan_install(environment: Path) -> list[HostStep]:
 def plan_uninstall() -> list[HostStep]:
     """Return the steps that stop the service and remove its unit, and nothing else."""
     path = unit_path()
-    if not path.exists():
+    if not exists(path):
         return []
     removing = HostStep(f"remove {path}", path.unlink)
     return [_systemctl("disable", "--now", _NAME), removing, _systemctl("daemon-reload")]
@@ -76,10 +77,10 @@ def refuse_user() -> None:
     """Raise if this process has no service manager of an ordinary user."""
     if os.geteuid() == 0:
         raise UsageError("cannot use --user as root", hint="leave it out")
-    if not (_runtime() / "systemd").is_dir():
+    if not is_dir(_runtime() / "systemd"):
         fact = f"cannot set up the service: no systemd runs for user {user_name()}"
         hint = "`mirrord serve --detach` runs a daemon without one"
-        if Path("/run/systemd/system").is_dir():  # sd_booted(3)
+        if is_dir("/run/systemd/system"):  # sd_booted(3)
             hint = f"{linger_hint()}; {hint}"
         raise ResourceError(fact, hint=hint)
 

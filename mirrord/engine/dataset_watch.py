@@ -10,6 +10,7 @@ from ..config import Settings
 from ..jobs.events import Events
 from ..jobs.operations import Operations
 from ..jobs.watch import Watch, is_complete_name, signature_of
+from ..presence import exists
 from ..protocol import Operation
 
 
@@ -68,5 +69,5 @@ class DatasetWatch:
         return [
             f"{path.name} in datasets: cannot import it ({code}); {hint}"
             for path, code in self._refused.items()
-            if path.exists()
+            if exists(path)
         ]

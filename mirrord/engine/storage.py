@@ -26,6 +26,7 @@ from ..host.trash import TRASH_PREFIX, find_trash
 from ..mirrors.service import Mirrors
 from ..model import History
 from ..places import Layout
+from ..presence import lexists, matching
 from ..protocol import Dropped, Garbage, Usage, UsageKind, UsageRow, UsageTotal
 from ..templates.service import Templates
 from ..templates.store import SealedStore
@@ -42,7 +43,7 @@ class _Item(NamedTuple):
 
     @property
     def exists(self) -> bool:
-        return any(map(os.path.lexists, self.paths))
+        return any(map(lexists, self.paths))
 
 
 _Items = dict[UsageKind, list[_Item]]
@@ -221,9 +222,9 @@ class Storage:
         layout, templates = self.layout, self.layout.templates
         directories = [
             *(layout.mirrors, layout.quarantine, layout.checkouts, layout.leases, templates),
-            *layout.leases.glob("[!.]*"),
-            *templates.glob("*"),
-            *templates.glob("[!.]*/*"),
+            *matching(layout.leases, "[!.]*"),
+            *matching(templates, "*"),
+            *matching(templates, "[!.]*/*"),
         ]
         trash = sorted(path for directory in directories for path in find_trash(directory))
         leftovers = sorted(self.quarantine.leftovers)
@@ -303,7 +304,9 @@ class Storage:
         path = self.layout.catalog
         database = await anyio.to_thread.run_sync(
             # st_blocks counts 512 bytes whatever the file system's block is
-            lambda: sum(file.stat().st_blocks * 512 for file in path.parent.glob(f"{path.name}*"))
+            lambda: sum(
+                file.stat().st_blocks * 512 for file in matching(path.parent, f"{path.name}*")
+            )
         )
         if database:  # none with a PostgreSQL
             other_bytes = max(0, database - sum(sizes.values()))

@@ -29,6 +29,7 @@ from ..host.processes import Owner, is_mapped, may_give_files_away
 from ..jsontext import loads
 from ..model import Isolation
 from ..places import how_to_get
+from ..presence import exists
 from ..sandbox.direct import best, isolate
 from .bounds import BuildBounds
 from .steps import Order, box_of, steps_of
@@ -148,7 +149,7 @@ async def run_builder(order: Order, service: Path, say: Say) -> str | None:
     try:
         async with asyncio.timeout(TIMEOUT.total_seconds()):
             # a daemon that systemd keeps from making namespaces asks for a builder at `build.sock`
-            if service.exists():
+            if exists(service):
                 last = await _ask_service(order, service, say)
             else:
                 last = await _run_child(order, say)

@@ -27,6 +27,7 @@ from ..errors import EnvironmentFailedError, LimitReachedError, TooLargeError, f
 from ..host.peers import Peer, own_process
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, MirrorName
+from ..presence import matching
 from ..protocol import Recipe, SaveLayer
 from ..seal.scan import scan_environment
 from ..telemetry import masked
@@ -340,7 +341,7 @@ class Builds:
 
     def caches(self) -> list[Path]:
         """Return the directories of downloads, one for each mirror."""
-        return sorted((self.place / "cache").glob("*"))
+        return sorted(matching(self.place / "cache", "*"))
 
     async def drop_caches(self) -> None:
         """Remove downloads and unused shared files, unless a build runs."""

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..presence import is_dir, matching
 from ..protocol import Missing, Recipe
 
 _FETCHING = "fetching Python "
@@ -33,9 +34,9 @@ def lacks_of(recipe: Recipe, failure: str | None, tail: Iterable[str]) -> list[M
 
 def _is_installed(package: str) -> bool:
     """Return whether Debian's package is on this host; true where that is not known."""
-    if not _DPKG.is_dir():
+    if not is_dir(_DPKG):
         return True
-    return any(_DPKG.glob(f"{package}.list")) or any(_DPKG.glob(f"{package}:*.list"))
+    return any(matching(_DPKG, f"{package}.list")) or any(matching(_DPKG, f"{package}:*.list"))
 
 
 def _iter_programs(tail: Iterable[str]) -> Iterator[str]:

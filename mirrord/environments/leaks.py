@@ -30,6 +30,7 @@ from ..jobs.operations import Deferred, together
 from ..jsontext import loads
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, MirrorName
+from ..presence import exists, matching
 from ..protocol import RootLeak
 from ..seal.layers import LayerScan, ScannedLayer, as_paths, read_layer, scan_layers
 from ..templates.environments import EnvironmentStore
@@ -90,7 +91,7 @@ class Leaks:
     def list(self, digest: str) -> list[protocol.EnvironmentScan]:
         """Return the scans of an environment."""
         scans = []
-        for path in sorted(self._directory(digest).glob("*@*.json")):
+        for path in sorted(matching(self._directory(digest), "*@*.json")):
             mirror, _, commit = path.stem.rpartition("@")
             if result := self._read(path):
                 scans.append(
@@ -217,7 +218,7 @@ class Leaks:
             with full_disk_named("the scan of an environment"):
                 await self.mirrors.workers.run(read_layer, layer, timeout=_TIMEOUT)
 
-        if not layer.listed.exists():
+        if not exists(layer.listed):
             await self._listings.join(str(layer.listed), run)
 
 
@@ -249,7 +250,7 @@ def _make_cover(above: Path, paths: Sequence[str], below: Sequence[Path]) -> str
     digest = hashlib.sha256("\0".join(paths).encode(errors="surrogateescape")).hexdigest()
     # the pid, because another worker may make the same cover
     name, new = f"cover-{digest[:16]}", above / f".building-cover-{os.getpid()}"
-    if not (above / name).exists():
+    if not exists(above / name):
         remove_tree(new)
         make_cover(new, paths, below)
         new.rename(above / name)

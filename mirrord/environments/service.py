@@ -24,6 +24,7 @@ from ..git.objects.trees import BaseTree
 from ..jobs.operations import together
 from ..jsontext import loads
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName, shown
+from ..presence import exists
 from ..protocol import Progress, ProgressSink, Recipe
 from ..templates.environments import EnvironmentRecord, not_found
 from ..workers.coalesce import Coalescer, SharedWork
@@ -94,7 +95,7 @@ class Environments:
         if not ENVIRONMENT_KEY.fullmatch(key):
             return None
         path = self.recipes / f"{key}.json"
-        if not path.exists():  # the usual case of a grade, which no thread is needed for
+        if not exists(path):  # the usual case of a grade, which no thread is needed for
             return None
         try:
             text = await anyio.to_thread.run_sync(path.read_bytes)

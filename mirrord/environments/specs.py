@@ -13,6 +13,7 @@ from typing import Any
 from ..catalog import InstanceRow
 from ..errors import InvalidRecipeError, InvalidRequestError, RecipeNotFoundError
 from ..model import shown
+from ..presence import is_file
 from ..protocol import Recipe
 from ..testlogs import SCRIPTS, command_of_scripts, parser_of_repo
 from .recipes import RUNNERS, checked, key_of
@@ -218,7 +219,7 @@ def swebench_specs() -> dict[str, dict[str, dict[str, Any]]]:
     spec = importlib.util.find_spec("swebench")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(place, "harness", "constants", "python.py")
-        if path.is_file():
+        if is_file(path):
             return _read_specs(path)
     return {}
 

@@ -1,6 +1,5 @@
 """The commands of a build, and the box that they run in."""
 
-import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
+from ..presence import exists
 from ..sandbox.box import Box
 
 _UV = "/opt/uv/bin/uv"
@@ -145,7 +145,7 @@ def box_of(order: Order) -> Box:
     directory = _directory_of(order.index)
     readable = {_UV: Path(order.uv), **({_INDEX: directory} if directory else {})}
     for path in ("/etc/uv", "/etc/pip.conf"):
-        if Path(path).exists():
+        if exists(path):
             readable[path] = Path(path)
     scratch = Path(order.scratch)
     home = {SANDBOX_HOME: scratch / "home", _CACHE: Path(order.cache)}
@@ -188,11 +188,11 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
         # 1980-01-01: a zip, and so a wheel, has no earlier date
         "SOURCE_DATE_EPOCH": "315532800",
     }
-    if os.path.exists(_CONFIGURATION):
+    if exists(_CONFIGURATION):
         variables["UV_CONFIG_FILE"] = _CONFIGURATION
     else:
         variables["UV_NO_CONFIG"] = "1"
-    if os.path.exists(_CERTIFICATES):
+    if exists(_CERTIFICATES):
         variables |= {"SSL_CERT_FILE": _CERTIFICATES, "PIP_CERT": _CERTIFICATES}
     if order.commands:  # importing a module must not change what they install
         variables["PYTHONDONTWRITEBYTECODE"] = "1"

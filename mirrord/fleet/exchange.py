@@ -33,6 +33,7 @@ from ..mirrors.quarantine import Quarantine, accept_objects
 from ..mirrors.refs import Moves, classify, commit, compare, followed_refs, recover
 from ..mirrors.repository import HISTORY, KEPT, Refs, Repository
 from ..model import CommitId, MirrorName
+from ..presence import exists
 from ..telemetry import log
 from .generations import (
     GenerationManifest,
@@ -330,7 +331,7 @@ class SharedClosures:
             for file in directory.iterdir():
                 file.rename(places[commit] / file.name)
             directory.rmdir()
-            if not (places[commit] / document["layer"]["pack"]).exists():
+            if not exists(places[commit] / document["layer"]["pack"]):
                 raise StoreDamagedError(f"{failure}: commit {commit} has another pack there")
 
         def download_all() -> None:

@@ -23,6 +23,7 @@ from ..mirrors.refs import followed_refs
 from ..mirrors.repository import Repository
 from ..mirrors.upstreams.upstream import public_url
 from ..model import MirrorName
+from ..presence import exists
 from ..protocol import BundleImported, NotRestored, Problem, Progress, ProgressSink
 from ..telemetry import log
 from .exchange import Exchange
@@ -126,7 +127,7 @@ class Restoration:
         manifest = await to_thread.run_sync(read_manifest, self.exchange.store, name, generation)
         row = await mirrors.catalog.find_mirror(key)
         name = row.name if row else MirrorName.parse(manifest.mirror)
-        is_new = not mirrors.path(name).exists()
+        is_new = not exists(mirrors.path(name))
         await mirrors.make_again(name, lambda new: self.exchange.follow(new, generation))
         async with mirrors.lock(name):
             repository = mirrors.repository(name)

@@ -24,6 +24,7 @@ from ..mirrors.repository import HISTORY, Repository
 from ..mirrors.sharing import MirrorClaim, Sharing
 from ..mirrors.upstreams.upstream import parse_upstream
 from ..model import CommitId, MirrorName
+from ..presence import exists
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 from .claims import Claims, Hold
@@ -307,7 +308,7 @@ class Fleet(Sharing):
         self.unrecorded |= set(keys)
 
     def is_on_disk(self, key: str) -> bool:
-        return self.mirrors.path(MirrorName.parse(key)).exists()
+        return exists(self.mirrors.path(MirrorName.parse(key)))
 
     @contextmanager
     def noting(self) -> Iterator[None]:

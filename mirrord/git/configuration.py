@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from ..host.processes import search_path
+from ..presence import exists
 from .fsck import FETCH
 
 _SAFE: tuple[tuple[str, str], ...] = (
@@ -229,7 +230,7 @@ def make_home(home: Path) -> None:
     """
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     file, text = home / ".gitconfig", "[safe]\n\tdirectory = *\n"
-    if not file.exists() or file.read_text(encoding="ascii") != text:
+    if not exists(file) or file.read_text(encoding="ascii") != text:
         new = home / ".gitconfig.new"
         new.write_text(text, encoding="ascii")
         new.rename(file)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..errors import CorruptObjectError
 from ..host.files import open_plain, read_plain
+from ..presence import matching
 
 # in this order and without anything more, as the specification has it; `ext-` is of extensions
 _POINTER = re.compile(
@@ -110,7 +111,7 @@ def read_records(git_dir: Path) -> set[RecordedObject]:
         oid, size, *url = line.split(" ")
         records.add(RecordedObject(Pointer(oid, int(size)), url[0] if url else None))
     listed = {record.pointer.oid for record in records}
-    for file in (git_dir / OBJECTS).glob("??/??/*"):
+    for file in matching(git_dir / OBJECTS, "??/??/*"):
         if _OID.fullmatch(file.name) and file.name not in listed:
             records.add(RecordedObject(Pointer(file.name, file.stat().st_size)))
     return records

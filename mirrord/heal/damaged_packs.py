@@ -12,11 +12,12 @@ from ..audit.stand_in import make_repository
 from ..errors import CorruptObjectError
 from ..git.command import GitResult, run_git_sync
 from ..git.packs import PackIndex
+from ..presence import is_dir
 
 
 def may_hold(pack: Path, oids: Collection[str]) -> bool:
     """True if the index of a pack has one of `oids`, or is no good."""
-    if pack.is_dir():
+    if is_dir(pack):
         return False
     try:
         index = PackIndex(pack.with_suffix(".idx"))

@@ -29,6 +29,7 @@ from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import Upstream
 from ..model import CommitId, MirrorName
 from ..places import Layout
+from ..presence import exists, is_dir, is_file, matching
 from ..protocol import ProgressSink
 from ..quoting import quote_name
 from ..telemetry import log
@@ -114,7 +115,7 @@ class Donors:
         self, name: MirrorName, missing: MissingObjects
     ) -> AsyncIterator[Path | None]:
         into, templates = self.work / f"packs-{name}", self.layout.templates / str(name)
-        is_there = into.exists() or await anyio.to_thread.run_sync(
+        is_there = exists(into) or await anyio.to_thread.run_sync(
             _gather_packs, templates, missing.all, into
         )
         yield into if is_there else None
@@ -132,13 +133,13 @@ class Donors:
                 fields = {"donor": STORE, "code": error.code, "detail": error.message}
                 log.warning("donor.failed", **fields)
                 self.refusals[STORE] = error.message
-        yield into if into.exists() else None
+        yield into if exists(into) else None
 
     async def _download(self, missing: MissingObjects, into: Path) -> None:
         self.store = self.store or await open_store(self.mirrors, self.row.name)
         if self.store is None:
             return
-        if not into.exists():
+        if not exists(into):
             make_repository(into)
             borrow_from(into, self.stand_in)
         packs, room = into / "objects/pack", self.mirrors.room
@@ -188,8 +189,8 @@ class Donors:
         """List the bundles that can be read, those without prerequisites first."""
         directory = self.layout.bundles
         files = [(path, _LENT) for path in self.lent]
-        for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-            if path.is_file() and not path.name.startswith("."):
+        for path in sorted(directory.iterdir()) if is_dir(directory) else []:
+            if is_file(path) and not path.name.startswith("."):
                 name = quote_name(path.name)
                 files.append((path, f"bundle {name}"))
         bundles = []
@@ -218,7 +219,7 @@ class Donors:
         A bundle that fails is tried again later: it may build on what the next donor gives.
         """
         into = self.work / f"bundle-{bundle.number}"
-        if not into.exists():
+        if not exists(into):
             async with self.mirrors.quarantine.directory("donor") as directory:
                 building = directory / "repository"
                 make_repository(building)
@@ -238,7 +239,7 @@ class Donors:
         They may hold a missing object as a delta on one that a donor has now.
         """
         directory = self.mirrors.quarantine.root / DAMAGED / str(self.row.name)
-        packs = sorted(directory.glob("*/objects/pack/*.pack"), reverse=True)
+        packs = sorted(matching(directory, "*/objects/pack/*.pack"), reverse=True)
         return [
             Donor(f"{SALVAGED}{pack.name} in quarantine", partial(self._salvaged, pack, number))
             for number, pack in enumerate(packs)
@@ -250,8 +251,8 @@ class Donors:
     ) -> AsyncIterator[Path | None]:
         into = self.work / f"kept-{number}"
         try:
-            is_useful = into.exists() or await anyio.to_thread.run_sync(may_hold, pack, missing.all)
-            if is_useful and not into.exists():
+            is_useful = exists(into) or await anyio.to_thread.run_sync(may_hold, pack, missing.all)
+            if is_useful and not exists(into):
                 with full_disk_named("quarantine"):
                     await self.mirrors.workers.run(salvage, pack, into, timeout=TIMEOUT)
                 borrow_from(into, self.stand_in)
@@ -274,13 +275,13 @@ async def open_store(mirrors: Mirrors, name: MirrorName) -> "StoreDonor | None":
 
 @asynccontextmanager
 async def lend(repository: Path, _missing: MissingObjects) -> AsyncIterator[Path | None]:
-    yield repository if repository.is_dir() else None
+    yield repository if is_dir(repository) else None
 
 
 def _gather_packs(templates: Path, wanted: Collection[str], into: Path) -> bool:
     """Link the sound closure packs into a repository; False if none has a wanted object."""
     patterns = ("packs/*/pack-*.pack", "gits/*/.git/objects/pack/pack-*.pack")
-    packs = {pack.name: pack for pattern in patterns for pack in templates.glob(pattern)}
+    packs = {pack.name: pack for pattern in patterns for pack in matching(templates, pattern)}
     sound: dict[Path, PackIndex] = {}
     for pack in packs.values():
         try:

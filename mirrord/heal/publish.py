@@ -27,6 +27,7 @@ from ..mirrors.quarantine import DAMAGED
 from ..mirrors.refs import directories_of, packed_refs, write_durably
 from ..mirrors.repository import CONFIGURATION, HISTORY, KEPT, OURS
 from ..model import MirrorName, utc_now
+from ..presence import exists, is_file, is_symlink, lexists, matching
 from ..quoting import encode_name
 
 # in this order: without its index, no git opens a pack that is on its way out
@@ -175,7 +176,7 @@ class DamagedFiles:
         for bad in sorted(bad_files):
             file = git_dir / bad.path
             entry = bad._asdict() | {"kind": str(bad.kind), "size_bytes": None, "sha256": None}
-            if file.is_file() and not file.is_symlink():
+            if is_file(file) and not is_symlink(file):
                 with file.open("rb") as stream:
                     entry["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
                 entry["size_bytes"] = file.stat().st_size
@@ -189,7 +190,7 @@ class DamagedFiles:
     def move(self, relative: str) -> None:
         """Move a file of the mirror in here, if it exists."""
         source = self._git_dir / relative
-        if os.path.lexists(source):
+        if lexists(source):
             target = self._target_of(relative)
             source.rename(target)
             sync_directory(target.parent)
@@ -198,7 +199,7 @@ class DamagedFiles:
     def link(self, relative: str) -> None:
         """Link a file in here; it stays in its place until another is renamed over it."""
         source = self._git_dir / relative
-        if source.exists() and not (self.path / relative).exists():
+        if exists(source) and not exists(self.path / relative):
             target = self._target_of(relative)
             os.link(source, target)
             sync_directory(target.parent)
@@ -236,11 +237,11 @@ def publish(
                 going |= dict.fromkeys(stem + end for end in _OF_PACK)
             elif bad.kind is not FileKind.LAYOUT and bad.path.startswith("objects/"):
                 going[bad.path] = None
-        packs = list((work / "objects/pack").glob("pack-*"))
+        packs = matching(work / "objects/pack", "pack-*")
         # indexes last: from its index on git reads a pack
         for file in sorted(packs, key=lambda file: (file.suffix == ".idx", file.name)):
             path = f"objects/pack/{file.name}"
-            if path in going or not (git_dir / path).exists():  # else it is the same
+            if path in going or not exists(git_dir / path):  # else it is the same
                 damaged.link(path)
                 file.rename(git_dir / path)
         sync_directory(git_dir / "objects/pack")

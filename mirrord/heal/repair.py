@@ -27,6 +27,7 @@ from ..mirrors.history import RESTARTED, list_records, write_record
 from ..mirrors.refs import followed_refs
 from ..mirrors.repository import HISTORY, KEPT, Repository
 from ..model import AuditLevel, FindingKind
+from ..presence import exists, is_file, matching
 from ..protocol import Progress, Repair
 from ..telemetry import log
 from .damaged_packs import salvage
@@ -146,7 +147,7 @@ class MirrorRepair:
         paths = {bad.path for bad in bad_files}
         for name, defect in self.suspects.items():
             path = name if name.startswith("objects/") else f"objects/pack/{name}"
-            if path in paths or not (self.git_dir / path).is_file():
+            if path in paths or not is_file(self.git_dir / path):
                 continue
             if defect.kind is FindingKind.PACK and name.endswith(".pack"):
                 reason = "an object in it is not what its index says"
@@ -282,9 +283,9 @@ class MirrorRepair:
         """List the files that restoring refs overwrites, so that they are kept too."""
         listed = {bad.path for bad in files.bad}
         changed = [ref for ref in [*plan.restore, *plan.drop] if ref in files.refs]
-        loose = [ref for ref in changed if (self.git_dir / ref).is_file() and ref not in listed]
+        loose = [ref for ref in changed if is_file(self.git_dir / ref) and ref not in listed]
         bad = [BadFile(ref, FileKind.REF, f"it named {files.refs[ref]}") for ref in loose]
-        is_packed = "packed-refs" not in listed and (self.git_dir / "packed-refs").exists()
+        is_packed = "packed-refs" not in listed and exists(self.git_dir / "packed-refs")
         suspect = self.suspects.get("packed-refs")
         if is_packed and (plan.restore or plan.drop or suspect):
             reason = suspect.reason if suspect else "refs are lost from it"
@@ -299,12 +300,12 @@ class MirrorRepair:
         objects = self.git_dir / "objects"
         files: list[Path] = []
         if any(bad.kind in _PACK_KINDS for bad in replaced):
-            files += (objects / "pack").glob("multi-pack-index*")
+            files += matching(objects / "pack", "multi-pack-index*")
         is_lying = any(Path(bad.path).name.startswith("commit-graph") for bad in replaced)
         if missing.commits or _NEW_HISTORY in self.transfer.counts or is_lying:
-            files += (objects / "info/commit-graphs").glob("*")
-            files += (objects / "info").glob("commit-graph")
+            files += matching(objects / "info/commit-graphs", "*")
+            files += matching(objects / "info", "commit-graph")
         for file in files:
             path = str(file.relative_to(self.git_dir))
-            if file.is_file() and path not in listed:
+            if is_file(file) and path not in listed:
                 yield BadFile(path, FileKind.DERIVED, "it names packs that go, or lost commits")

@@ -6,7 +6,6 @@ the audit after it judges the mirror.
 """
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from ..mirrors.history import columns_of, list_records
 from ..mirrors.lfs import fetch_again
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, MirrorName
+from ..presence import exists, is_dir, lexists
 from ..protocol import Audit, Progress, ProgressSink, Repair
 from ..telemetry import log
 from ..units import Backoff
@@ -142,12 +142,12 @@ class Heals:
         Where both fail, make it empty for other donors, and return upstream's error.
         """
         path, root = self.mirrors.path(row.name), self.mirrors.quarantine.root
-        if os.path.lexists(path) and not path.is_dir():
+        if lexists(path) and not is_dir(path):
             bad = BadFile(path.name, FileKind.LAYOUT, "it is not a directory")
             async with self.mirrors.lock(row.name):
                 damaged = await to_thread.run_sync(DamagedFiles, root, row.name, path.parent, [bad])
                 await to_thread.run_sync(damaged.move, bad.path)
-        if path.exists() or await self._follow_store(row.name, progress):
+        if exists(path) or await self._follow_store(row.name, progress):
             return None
         try:
             await self.mirrors.sync(row.name, progress)

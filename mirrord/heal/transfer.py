@@ -17,6 +17,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import Git, GitResult, lines_of
 from ..git.fsck import STRICT
 from ..git.packs import PackIndex
+from ..presence import matching
 from ..workers.pool import Workers
 
 
@@ -91,7 +92,7 @@ class Transfer:
         stream.unlink()
         pack = self.stand_in / "objects/pack" / f"pack-{done.lines[-1].split()[-1]}.pack"
         if {oid.hex() for oid in PackIndex(pack.with_suffix(".idx"))} != set(oids):
-            for file in pack.parent.glob(f"{pack.stem}.*"):
+            for file in matching(pack.parent, f"{pack.stem}.*"):
                 file.unlink()
             raise CorruptObjectError("cannot take objects from a donor: their ids do not match")
         return pack

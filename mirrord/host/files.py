@@ -18,6 +18,7 @@ from pathlib import Path
 
 from .. import errors
 from ..model import shown
+from ..presence import is_file, is_symlink, walk
 from ..quoting import decode_name, quote_name
 
 # O_NOFOLLOW: who owns the directory above could put a link in its place
@@ -395,9 +396,9 @@ def sync_file(path: Path) -> None:
 
 def sync_tree(path: Path) -> None:
     """Flush each file and directory of a small tree, to survive a power failure."""
-    for directory, _, names in os.walk(path):
+    for directory, _, names in walk(path):
         for file in (os.path.join(directory, name) for name in names):
-            if os.path.isfile(file) and not os.path.islink(file):  # links are part of the directory
+            if is_file(file) and not is_symlink(file):  # links are part of the directory
                 with opened(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
                     os.fsync(fd)
         sync_directory(Path(directory))

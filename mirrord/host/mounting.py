@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import BackendUnavailableError, MirrordError, ResourceError, from_problem
 from ..jsontext import loads
 from ..model import new_checkout_id
+from ..presence import exists
 from . import mount_tables, mounts
 from .files import opened
 from .followers import Followers
@@ -242,7 +243,7 @@ def choose_mounter(state_dir: Path, service: Path) -> Mounter:
     may_mount, is_shared = mounts.may_mount(), mount_tables.shares_mounts(1)
     if may_mount and is_shared:
         return LocalMounter(state_dir)
-    if service.exists():
+    if exists(service):
         return RemoteMounter(service)
     if may_mount and is_shared is None:  # unknown: `visible_to` judges each client by itself
         return LocalMounter(state_dir)

@@ -22,6 +22,7 @@ from typing import TypeVar
 import anyio.to_thread
 
 from ..errors import MirrordError
+from ..presence import matching
 from ..telemetry import log
 from .files import entries_in, mounted_on, open_child, open_directory, opened, unlock
 
@@ -39,7 +40,7 @@ def new_trash(directory: Path) -> Path:
 
 def find_trash(directory: Path) -> list[Path]:
     """Find what a killed daemon left to be removed in `directory`."""
-    return list(directory.glob(f"{TRASH_PREFIX}*"))
+    return matching(directory, f"{TRASH_PREFIX}*")
 
 
 async def _remove_in_thread(paths: list[Path]) -> dict[Path, str]:

@@ -25,6 +25,7 @@ from ..host.trash import Trash
 from ..jobs.events import Events
 from ..jobs.operations import task_group, together
 from ..model import MirrorName, shown, utc_now
+from ..presence import exists, is_dir
 from ..protocol import Mirror, Problem, RefFault
 from ..telemetry import log, mask_url
 from ..workers.pool import Workers
@@ -251,7 +252,7 @@ class Inventory:
             try:
                 async with self.lock(name):
                     self._unclean.pop(name.key, None)
-                    if self.path(name).exists():
+                    if exists(self.path(name)):
                         await self._reconcile(self.repository(name))
                         log.info("mirror.reconciled", mirror=str(name))
             except errors.StoppingError:
@@ -309,10 +310,10 @@ class Inventory:
             await self._must_be_unused(row.name)
             try:
                 await self.catalog.delete_mirror(row.name.key)
-                if path.exists():
+                if exists(path):
                     await self.quarantine.discard(path)
             except BaseException:  # it cannot be moved away, or its removal was cancelled
-                if path.exists():
+                if exists(path):
                     with anyio.CancelScope(shield=True):
                         await self.catalog.put_mirror(row)
                 raise
@@ -326,7 +327,7 @@ class Inventory:
         used = [f"dataset {one} records it" for one in sorted({it.dataset for it in recorded})]
         used += [f"{owner} pins it" for owner in sorted({pin.owner for pin in pinned})]
         worktrees = self.path(name) / "worktrees"
-        if worktrees.is_dir() and any(worktrees.iterdir()):
+        if is_dir(worktrees) and any(worktrees.iterdir()):
             used.append("a linked checkout uses it")
         if used:
             raise errors.ConflictError(
@@ -341,7 +342,7 @@ class Inventory:
     ) -> None:
         """Create the repository of a mirror that is not on disk, empty or filled."""
         async with self.lock(name):
-            if self.path(name).exists():
+            if exists(self.path(name)):
                 return
             async with self._building(name) as repository:
                 if fill:
@@ -351,7 +352,7 @@ class Inventory:
         """Remove the files of a mirror that another daemon removed."""
         path = self.root / str(name)
         async with self.lock(name):
-            if path.exists():
+            if exists(path):
                 await self.quarantine.discard(path)
 
     @asynccontextmanager

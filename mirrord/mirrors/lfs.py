@@ -30,6 +30,7 @@ from ..git.lfs import (
 from ..git.objects.trees import FILE_LIMIT_BYTES
 from ..host.files import sync_directory, sync_file
 from ..model import MirrorName, shown
+from ..presence import exists, is_file, is_symlink
 from ..protocol import Progress, ProgressSink
 from .quarantine import within_room
 from .refs import write_durably
@@ -173,7 +174,7 @@ def _take_in(source: Path, git_dir: Path, pointers: Iterable[Pointer]) -> str | 
     directories = set[Path]()
     for pointer in pointers:
         file = object_path(source, pointer.oid)
-        if not file.is_file() or file.is_symlink():
+        if not is_file(file) or is_symlink(file):
             continue
         if fault := find_fault(file, pointer):
             wrong = f"what {pointer.oid[:12]} was served with is not it: {fault}"
@@ -197,7 +198,7 @@ def _record(git_dir: Path, had: Iterable[RecordedObject]) -> None:
     before = read_records(git_dir)
     records = {record.pointer: record for record in (*before, *had)}.values()
     content = records_bytes(records)
-    if content != records_bytes(before) or not (git_dir / RECORDS).exists():
+    if content != records_bytes(before) or not exists(git_dir / RECORDS):
         write_durably(git_dir / RECORDS, content)
 
 
@@ -210,7 +211,7 @@ async def fetch_again(
         record.pointer.oid: record for record in await to_thread.run_sync(read_records, git_dir)
     }
     for oid in oids:
-        if object_path(git_dir, oid).exists():
+        if exists(object_path(git_dir, oid)):
             await mirrors.quarantine.discard(object_path(git_dir, oid))
     wanted = [(records[oid].pointer, records[oid].url) for oid in oids if oid in records]
     return await fetch_objects(mirrors, row, wanted, sink)

@@ -20,6 +20,7 @@ from anyio import to_thread
 from ..errors import MirrordError
 from ..git.command import low_priority
 from ..git.packs import PackIndex, packs_in
+from ..presence import exists, lexists, matching, walk
 from ..protocol import ProgressSink
 from ..telemetry import log
 from .quarantine import held_files
@@ -36,7 +37,7 @@ async def maintain(repository: Repository, progress: ProgressSink | None = None)
 
     def needs_full() -> bool:
         packs = len(packs_in(repository.objects / "pack", ".pack"))
-        age = time.time() - stamp.stat().st_mtime if stamp.exists() else math.inf
+        age = time.time() - stamp.stat().st_mtime if exists(stamp) else math.inf
         return packs > 1 and (packs > 20 or age > timedelta(days=30).total_seconds())
 
     await to_thread.run_sync(remove_stale_files, repository.path, timedelta(hours=1))
@@ -90,7 +91,7 @@ async def repair_incomplete_packs(repository: Repository) -> None:
         if lost:
             log.warning("pack.lost", mirror=mirror, pack=stem.name, objects=len(lost))
             continue
-        for file in await to_thread.run_sync(list, directory.glob(f"{stem.name}.*")):
+        for file in await to_thread.run_sync(matching, directory, f"{stem.name}.*"):
             file.unlink(missing_ok=True)
             log.info("stale_file.removed", path=str(file.relative_to(repository.path.parent)))
 
@@ -127,7 +128,7 @@ async def remove_stale_locks(path: Path) -> None:
 
     Only a few names are looked up, so that a look costs little where nothing is in the way.
     """
-    if any(os.path.lexists(path / name) for name in _LOCKS):
+    if any(lexists(path / name) for name in _LOCKS):
         await to_thread.run_sync(remove_stale_files, path, timedelta())
 
 
@@ -157,7 +158,7 @@ def remove_stale_files(path: Path, age: timedelta) -> int:
 
 def iter_temporary_files(path: Path) -> Iterator[tuple[Path, str]]:
     """Iterate over locks and temporary files, each with the process number in its name, or ''."""
-    for directory, below, files in os.walk(path):
+    for directory, below, files in walk(path):
         if directory == str(path) and "worktrees" in below:
             below.remove("worktrees")
         for name in files:
@@ -180,7 +181,7 @@ def _is_running_git(pid: str) -> bool:
 def size_bytes(path: Path) -> int:
     """Return the disk usage of a directory; hard links count once."""
     sizes: dict[int, int] = {}
-    for directory, _, files in os.walk(path):
+    for directory, _, files in walk(path):
         for name in files:
             with suppress(FileNotFoundError):
                 stat = os.lstat(os.path.join(directory, name))

@@ -17,6 +17,7 @@ from ..catalog import Catalog, PinRow
 from ..errors import GitFailedError, MirrordError, ResourceError
 from ..git.batch import object_info
 from ..model import CommitId, utc_now
+from ..presence import exists
 from ..telemetry import log
 from .pinrefs import pin_ref, read_pins
 from .proofs import find_proven, prove
@@ -237,7 +238,7 @@ class Pins:
 
 
 async def _delete_refs(repository: Repository, commits: Collection[CommitId], owner: str) -> None:
-    if not repository.path.exists():
+    if not exists(repository.path):
         return
     present = await repository.all_refs()
     refs = {pin_ref(owner, oid): oid for oid in commits}

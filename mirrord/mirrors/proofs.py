@@ -19,6 +19,7 @@ from anyio import to_thread
 from ..git.command import lines_of
 from ..host.files import read_plain
 from ..model import CommitId
+from ..presence import exists
 from .repository import Repository, read_refs_of
 
 PROOF = "mirrord-proof"
@@ -49,7 +50,7 @@ def _id_at(ids: bytes, number: int) -> bytes:
 
 def find_proven(git_dir: Path, commits: Collection[CommitId]) -> set[CommitId]:
     """Return the commits of which a proof holds; starts no git."""
-    if not commits or not (git_dir / PROOF).exists():
+    if not commits or not exists(git_dir / PROOF):
         return set()
     proof = _read(git_dir, _list_files(git_dir))
     return {commit for commit in commits if proof.has(commit)} if proof else set()

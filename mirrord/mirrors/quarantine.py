@@ -18,6 +18,7 @@ from ..errors import DiskFailedError, full_disk_named
 from ..host.files import sync_directory
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash, new_trash, try_to_remove
+from ..presence import exists, is_dir, matching
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 
@@ -130,17 +131,17 @@ def accept_objects(source: Path, destination: Path) -> None:
         directory.mkdir(exist_ok=True)
         for file in files:
             target = directory / file.name
-            if not target.exists():
+            if not exists(target):
                 file.rename(target)
         sync_directory(directory)
 
-    if (source / "pack").is_dir():
-        packs = (source / "pack").glob("pack-*")
+    if is_dir(source / "pack"):
+        packs = matching(source / "pack", "pack-*")
         # git finds a pack by its index, so the index is moved last
         ordered = sorted(packs, key=lambda file: (file.suffix == ".idx", file.name))
         # a fetch's index-pack leaves a .keep, and no repack would ever touch that pack
         accept((file for file in ordered if file.suffix != ".keep"), destination / "pack")
-    for fan in source.glob("[0-9a-f][0-9a-f]"):
+    for fan in matching(source, "[0-9a-f][0-9a-f]"):
         # objects alone: a killed git leaves tmp_obj_* beside them
         accept((file for file in fan.iterdir() if len(file.name) == 38), destination / fan.name)
 

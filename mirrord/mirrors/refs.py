@@ -19,6 +19,7 @@ from anyio import to_thread
 
 from ..errors import GitFailedError, full_disk_named
 from ..host.files import read_plain, sync_directory
+from ..presence import exists
 from ..protocol import RefChange, RefFault
 from ..quoting import decode_name, encode_name
 from ..telemetry import log
@@ -235,7 +236,7 @@ async def commit(
 async def recover(repository: Repository) -> None:
     """Finish a transaction that a crash interrupted."""
     journal = repository.path / JOURNAL
-    if not journal.exists():
+    if not exists(journal):
         return
     targets: dict[str, str | None] = {}
     head = None

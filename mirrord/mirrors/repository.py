@@ -20,6 +20,7 @@ from ..git.command import Git, GitResult, lines_of
 from ..git.packwriter import write_loose
 from ..host.files import opened, read_plain, sync_file, sync_tree
 from ..model import MirrorName
+from ..presence import is_dir, matching
 from ..quoting import decode_name, encode_name, legible
 
 OURS = "refs/mirrord/"
@@ -78,7 +79,7 @@ class Repository:
 
     def is_stub(self) -> bool:
         """True if it is a directory with no ref, no object and no HEAD in it."""
-        return self.path.is_dir() and not any(any(self.path.glob(it)) for it in _CONTENT)
+        return is_dir(self.path) and not any(any(matching(self.path, it)) for it in _CONTENT)
 
     async def create(self, *, lender: "Repository | None" = None) -> None:
         """Make an empty repository at `path`; with `lender`, one that also reads its objects."""

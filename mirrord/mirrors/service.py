@@ -21,6 +21,7 @@ from ..git.batch import object_info
 from ..git.configuration import Remote
 from ..git.objects.repository import resolve
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
+from ..presence import exists
 from ..telemetry import mask_url
 from ..workers.coalesce import Coalescer, SharedWork
 from .history import columns_of, diff_records, get_record, list_records, read_record
@@ -159,19 +160,19 @@ class Mirrors(Inventory):
         if await to_thread.run_sync(mirror.is_stub):
             await self.quarantine.discard(mirror.path)
         await self.catch_up(row.name)
-        if exists := mirror.path.exists():
+        if is_here := exists(mirror.path):
             await mirror.must_be_ours()
         async with self._hosts.turn(upstream.host):
             # from here on a request is not joined: it may know of a push that this answer lacks
             work.close()
             work.report(protocol.Progress(unit="syncs", note="ask upstream for its refs"))
-            target = nullcontext(mirror) if exists else self._building(row.name)
+            target = nullcontext(mirror) if is_here else self._building(row.name)
             async with target as repository:
                 return await sync(
                     self._fetcher(repository, upstream, work.report),
                     self.settings().upstream.refs,
                     known_faults=_known_faults(row),
-                    accept_loss=accept_loss and exists,
+                    accept_loss=accept_loss and is_here,
                     retry_faults=retry_faults,
                 )
 
@@ -217,7 +218,7 @@ class Mirrors(Inventory):
         async with self.sharing.claim(row.name) as claim, self.lock(row.name):
             await self.catch_up(row.name, ask=True)  # also where it was never on this disk
             repository = self.repository(row.name)
-            if repository.path.exists():
+            if exists(repository.path):
                 await repository.must_be_ours()
                 if not accept_loss:
                     await self._must_have_commits(row, upstream)
@@ -263,7 +264,7 @@ class Mirrors(Inventory):
         mirror = self.repository(name)
         if not await self.sharing.is_behind(mirror, ask=ask):
             return False
-        target = nullcontext(mirror) if mirror.path.exists() else self._building(name)
+        target = nullcontext(mirror) if exists(mirror.path) else self._building(name)
         async with target as repository:
             await self.sharing.follow(repository)
         await self.pins.follow(self.repository(name))
@@ -293,7 +294,7 @@ class Mirrors(Inventory):
         """Pack a mirror, and remove stale files."""
         row = await self.get(str(name))
         repository = self.repository(row.name)
-        if not repository.path.exists():
+        if not exists(repository.path):
             return
         await self.quarantine.clean()
         async with self.lock(row.name):
@@ -308,9 +309,9 @@ class Mirrors(Inventory):
     ) -> MirrorRow:
         """Return the row of a mirror, after following or syncing one that is not on disk."""
         row = await self.get(str(name))
-        if not self.path(row.name).exists():
+        if not exists(self.path(row.name)):
             async with self.lock(row.name):
-                is_filled = self.path(row.name).exists() or await self.catch_up(row.name, ask=True)
+                is_filled = exists(self.path(row.name)) or await self.catch_up(row.name, ask=True)
             if not is_filled:
                 await self.sync(row.name, progress)
         return row
@@ -322,7 +323,7 @@ class Mirrors(Inventory):
 
         The catalog is not asked for a mirror of this daemon alone.
         """
-        if not self.sharing.is_fleet and self.path(known := self.get_name(str(name))).exists():
+        if not self.sharing.is_fleet and exists(self.path(known := self.get_name(str(name)))):
             return known
         return (await self._synced(name, progress)).name
 

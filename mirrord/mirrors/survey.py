@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..model import CommitId
+from ..presence import exists
 from . import maintenance
 from .pinrefs import read_pins
 from .refs import JOURNAL
@@ -22,7 +23,7 @@ def survey(git_dirs: Sequence[Path]) -> list[OwnedCommits | None]:
     for number, git_dir in enumerate(git_dirs):
         with suppress(OSError):
             packs, indexes = maintenance.packs_and_indexes(git_dir / "objects/pack")
-            is_interrupted = packs != indexes or (git_dir / JOURNAL).exists()
+            is_interrupted = packs != indexes or exists(git_dir / JOURNAL)
             if is_interrupted or next(maintenance.iter_temporary_files(git_dir), None):
                 continue
             refs = read_refs_of(git_dir)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..host.files import opened, write_all
+from ..presence import lexists
 from ..telemetry import log
 
 _CHANGING, _CHANGED = "changing.json", "changed.json"
@@ -76,7 +77,7 @@ class Journal:
 
 def has_journal(private: Path) -> bool:
     """Return whether a change in the checkout with this private directory was not completed."""
-    return any(os.path.lexists(f"{private}/{name}") for name in (_CHANGING, _CHANGED))
+    return any(lexists(f"{private}/{name}") for name in (_CHANGING, _CHANGED))
 
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -99,7 +100,7 @@ def complete(private: Path) -> None:
 def end(private: Path) -> None:
     """Remove the journal: nothing is left to do, or the tree was made anew."""
     for name in (_CHANGING, _CHANGED, f"{_CHANGING}.new"):
-        if os.path.lexists(path := private / name):  # each reset asks, hardly ever is there one
+        if lexists(path := private / name):  # each reset asks, hardly ever is there one
             path.unlink()
 
 

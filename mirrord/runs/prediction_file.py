@@ -17,6 +17,7 @@ from .. import errors
 from ..datasets.elements import Element, iter_elements
 from ..datasets.fields import NO_VALUE, find_value
 from ..jsontext import loads
+from ..presence import exists, is_dir, is_file, iter_below
 from ..quoting import quote_name
 
 # SWE-bench, Multi-SWE-bench, SWE-bench Pro, OpenHands, its archives
@@ -58,13 +59,13 @@ _BOM = b"\xef\xbb\xbf"
 
 def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
     """Yield the rows of a file or a directory of patches; raises UsageError if it has none."""
-    if path.is_dir():
+    if is_dir(path):
         collected = (path / name for name in _COLLECTED)
-        path = next((file for file in collected if file.is_file()), path)
-    if path.is_dir():
+        path = next((file for file in collected if is_file(file)), path)
+    if is_dir(path):
         yield from _read_directory(path)
         return
-    if path.exists() and not path.is_file():
+    if exists(path) and not is_file(path):
         raise _unusable(path, "it is not a regular file")
     try:
         with path.open("rb") as file:
@@ -87,8 +88,12 @@ _UNNAMED = {"patch", "model", "model_patch", "fix"}
 
 def _read_directory(directory: Path) -> Iterator[Prediction | Fault]:
     """Yield `ID.pred`, or `ID.patch` and `ID/patch.diff`, in the order of their paths."""
-    paths = sorted(path for path in directory.rglob("*") if path.suffix in _SUFFIXES)
-    if rows := sorted(directory.rglob("*.pred")):  # beside them, patches of some
+    try:
+        below = sorted(iter_below(directory))
+    except OSError as error:
+        raise _unusable(Path(error.filename), error.strerror or str(error)) from error
+    paths = [path for path in below if path.suffix in _SUFFIXES]
+    if rows := [path for path in below if path.suffix == ".pred"]:  # beside them, patches of some
         for line, path in enumerate(rows, 1):
             try:
                 yield _read_row(line, Element(path.read_bytes()))

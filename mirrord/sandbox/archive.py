@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from ..errors import LimitReachedError, UsageError
+from ..presence import is_dir, is_symlink, lexists
 
 # as much as a sandbox has in memory of its own
 DOWNLOAD_BYTES = 4 * 1024**3
@@ -32,8 +33,8 @@ _LEFT_OUT = (tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE)
 def pack(local: Path, path: str, packed: BinaryIO) -> str:
     """Pack `local` into an archive; returns the directory where it is unpacked to `path`."""
     inside = PurePosixPath(path)
-    is_directory = local.is_dir()
     try:
+        is_directory = is_dir(local)
         with tarfile.open(fileobj=packed, mode="w") as archive:
             archive.add(os.path.realpath(local), "." if is_directory else inside.name)
     except OSError as error:
@@ -63,8 +64,12 @@ def unpack(packed: BinaryIO, path: str, local: Path) -> None:
     UsageError.
     """
     packed.seek(0)
-    if os.path.lexists(local) or not local.parent.is_dir():
-        raise _not_writable(path, local, "it exists" if local.parent.is_dir() else "no directory")
+    try:
+        reason = "it exists" if lexists(local) else None if is_dir(local.parent) else "no directory"
+    except OSError as error:
+        raise _not_writable(path, local, error.strerror) from error
+    if reason:
+        raise _not_writable(path, local, reason)
     links: list[tuple[Path, str]] = []
     try:
         for member in _members(packed, path):
@@ -159,7 +164,7 @@ def _write(packed: BinaryIO, member: tarfile.TarInfo, path: str, target: Path) -
 
 def _remove(local: Path) -> None:
     with suppress(OSError):
-        shutil.rmtree(local) if local.is_dir() and not local.is_symlink() else local.unlink()
+        shutil.rmtree(local) if is_dir(local) and not is_symlink(local) else local.unlink()
 
 
 def _not_writable(path: str, local: Path, reason: str | None) -> UsageError:

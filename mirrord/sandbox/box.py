@@ -24,6 +24,7 @@ from typing import Any
 from ..errors import BackendUnavailableError
 from ..model import Isolation
 from ..places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
+from ..presence import exists, is_symlink, matching
 from ..protocol import Image
 from . import seccomp
 
@@ -203,7 +204,7 @@ class Box:
         yield from ("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev")
         # By its memory in /proc/1 an agent, of the same uid, would rule bwrap.
         yield from ("--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
-        if os.path.exists("/proc/keys"):  # names the keys of who starts the sandbox
+        if exists("/proc/keys"):  # names the keys of who starts the sandbox
             yield from ("--ro-bind", "/dev/null", "/proc/keys")
 
     def _own(self) -> Iterator[str]:
@@ -300,9 +301,9 @@ def _programs() -> Iterator[str]:
     # links where /usr is merged, directories elsewhere
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/", name)
-        if path.is_symlink():
+        if is_symlink(path):
             yield from ("--symlink", str(path.readlink()), str(path))
-        elif path.exists():
+        elif exists(path):
             yield from ("--ro-bind", str(path), str(path))
 
 
@@ -433,7 +434,7 @@ class ScratchDirectory:
 def sweep_scratch(*, dry_run: bool = False) -> list[str]:
     """Remove this user's unlocked scratch directories, for root those of all; return which."""
     swept = []
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for path in matching(Path(tempfile.gettempdir()), f"{_PREFIX}*"):
         with suppress(OSError), _locked(path):
             swept.append(str(path))
             if not dry_run:

@@ -25,6 +25,7 @@ from .. import protocol
 from ..errors import CheckoutNotFoundError, PathNotFoundError, UsageError
 from ..model import Backend, Isolation, shown
 from ..places import ACTIVATE, PROGRAMS, TESTBED, read_workdir
+from ..presence import is_dir
 from .box import Box
 from .room import EndedError, Limits, Pipes, SandboxRoom, read_some
 
@@ -121,7 +122,7 @@ def choose_environment(lease: protocol.Checkout, named: Path | str | None) -> Pa
     if named is None:
         return None
     if isinstance(named, Path) or "/" in named:
-        if not Path(named, "bin").is_dir():
+        if not is_dir(f"{named}/bin"):
             hint = "name the prefix of an environment, such as a virtual environment's"
             raise PathNotFoundError(f"cannot use environment {named}: it has no bin", hint=hint)
         return Path(named).absolute()

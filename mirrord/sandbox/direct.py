@@ -18,6 +18,7 @@ from typing import Any
 from ..errors import BackendUnavailableError
 from ..model import Isolation
 from ..places import ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
+from ..presence import matching
 from . import seccomp
 from .box import PIPES, Box, ScratchDirectory, Started, find_obstacle
 
@@ -134,7 +135,7 @@ class DirectBox:
         """Yield what the environment's path files say is in the tree, which is elsewhere here."""
         if self._box.environment is None:
             return
-        for file in sorted(self._box.environment.glob("lib/python3*/site-packages/*.pth")):
+        for file in sorted(matching(self._box.environment, "lib/python3*/site-packages/*.pth")):
             for line in file.read_text(errors="replace").splitlines():
                 if f"{line}/".startswith(f"{TESTBED}/"):
                     yield self.at(line)

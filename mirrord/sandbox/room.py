@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendUnavailableError
 from ..model import Isolation
+from ..presence import exists, is_dir, matching
 from .box import PIPES, Box, ScratchDirectory, explain, sweep_scratch
 from .direct import isolate
 
@@ -272,7 +273,7 @@ class Limits:
         limits = {name: limit for name, limit in wanted.items() if limit is not None}
         self.before: list[str] = []
         self.inside: list[str] = []
-        self._is_unified = (_ROOT / "cgroup.controllers").exists()
+        self._is_unified = exists(_ROOT / "cgroup.controllers")
         self._groups: dict[str, Path] = {}
         if not limits:
             return
@@ -353,13 +354,13 @@ def _own_group(controller: str) -> Path:
         if controller in controllers.split(","):
             group = _ROOT / controller / path.lstrip("/")
             # in a container the path may be that of the host
-            return group if group.is_dir() else _ROOT / controller
+            return group if is_dir(group) else _ROOT / controller
     raise FileNotFoundError(f"the kernel has no controller {controller}")
 
 
 def _sweep(parent: Path) -> None:
-    for path in parent.glob(_NAME.format("*", "*")):
+    for path in matching(parent, _NAME.format("*", "*")):
         pid = path.name.split("-")[2]
-        if not Path("/proc", pid).exists():
+        if not exists(f"/proc/{pid}"):
             with suppress(OSError):
                 path.rmdir()

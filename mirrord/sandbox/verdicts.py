@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import ProofFailedError
+from ..presence import matching
 from ..testlogs import Outcome, Outcomes, Parser
 
 _FINDINGS_MAX = 20
@@ -71,7 +72,7 @@ def can_report(environment: Path | None) -> bool:
     """Return whether an environment's pytest can load the plugin: 2.8, on Python 3.6, or later."""
     if environment is None:
         return False
-    for path in environment.glob("lib/python3.*/site-packages/pytest-*-info"):
+    for path in matching(environment, "lib/python3.*/site-packages/pytest-*-info"):
         python = path.parts[-3].rpartition(".")[2]
         version = re.match(r"pytest-(\d+)\.(\d+)", path.name)
         if version and python.isdigit() and int(python) >= 6:

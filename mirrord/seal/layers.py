@@ -19,6 +19,7 @@ from ..git.packs import PackIndex, loose_digest, pack_trailer
 from ..host.files import read_plain
 from ..jsontext import loads
 from ..model import CommitId
+from ..presence import exists
 from ..protocol import RootLeak
 from .contents import Contents, Inside, ScannedTree, read_directory
 from .future import Future
@@ -47,7 +48,7 @@ class LayerScan(NamedTuple):
 
 def read_layer(layer: ScannedLayer) -> None:
     """List what a layer has, unless it was done before. Runs in a worker."""
-    if layer.listed.exists():
+    if exists(layer.listed):
         return
     contents = read_directory(layer.path)
     tree = contents.trees[""]

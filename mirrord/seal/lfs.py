@@ -10,6 +10,7 @@ from ..git.command import run_git_sync
 from ..git.lfs import OBJECTS, POINTER_BYTES, parse_pointer
 from ..host.files import open_plain
 from ..model import shown
+from ..presence import is_dir, is_symlink
 from ..protocol import SealLeak
 from ..quoting import decode_name
 from .repository import walk
@@ -20,7 +21,7 @@ _SMALL_BLOB = re.compile(r"100\d{3} blob ([0-9a-f]{40}) +(\d+)\t")
 
 def lfs_leaks(git_dir: Path, private: Path, head: str | None) -> Iterator[SealLeak]:
     """Find LFS objects that no pointer of HEAD means, and files that are none."""
-    if not (git_dir / OBJECTS).is_dir() or (git_dir / "lfs").is_symlink():
+    if not is_dir(git_dir / OBJECTS) or is_symlink(git_dir / "lfs"):
         return
     named = _pointers_of(private, head) if head else set[str]()
     for file in walk(git_dir / OBJECTS):

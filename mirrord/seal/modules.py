@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..git.command import run_git_sync
+from ..presence import is_dir, is_file, is_symlink
 from ..quoting import decode_name, encode_name
 from .repository import ForeignRepository, read_bytes, read_text, repository_at
 
@@ -44,7 +45,7 @@ def find_modules(
 ) -> list[ModuleStore]:
     """Return the stores of submodules of HEAD. Nothing is read through a symbolic link."""
     top, modules = _work_tree(repository), repository.git_dir / "modules"
-    if head is None or not modules.is_dir() or modules.is_symlink():
+    if head is None or not is_dir(modules) or is_symlink(modules):
         return []
     stores = []
     for path, commit in gitlinks_of(private, head).items():
@@ -54,7 +55,7 @@ def find_modules(
         is_inside = modules in target.parents and os.path.realpath(target) == os.path.join(
             os.path.realpath(repository.git_dir), target.relative_to(repository.git_dir)
         )
-        if pointer.startswith("gitdir: ") and is_inside and (target / "HEAD").is_file():
+        if pointer.startswith("gitdir: ") and is_inside and is_file(target / "HEAD"):
             inner = repository_at(target)._replace(path=work_tree, work_tree=work_tree)
             where = decode_name(os.fsencode(target.relative_to(repository.git_dir)))
             stores.append(ModuleStore(path, commit, where, inner))

@@ -15,6 +15,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..git.lfs import FILTER, OBJECTS
 from ..model import shown
+from ..presence import is_dir, is_symlink
 from ..protocol import SealLeak
 from ..quoting import decode_name
 from .index import read_index
@@ -105,7 +106,7 @@ def judge_control(
     if repository.git_dir != repository.common_dir:
         common = repository.common_dir.resolve()
         yield leak("shared-store", f"this is a linked worktree: its objects are those of {common}")
-    if (repository.common_dir / "objects").is_symlink():
+    if is_symlink(repository.common_dir / "objects"):
         yield leak("shared-store", "objects is a symbolic link")
     if repository.lender is None:
         for line in repository.alternates:
@@ -129,7 +130,7 @@ def _judge_lender(git_dir: Path, private: Path, modules: Sequence[str]) -> Judge
         leak("alternate", f"the alternate {git_dir} reads objects from {line}")
         for line in lender.alternates
     )
-    if lender.common_dir != git_dir or (git_dir / "objects").is_symlink():
+    if lender.common_dir != git_dir or is_symlink(git_dir / "objects"):
         yield leak("alternate", f"the alternate {git_dir} has its objects elsewhere")
     if (head := resolve_head(lender)) is None:
         yield leak("alternate", f"the alternate {git_dir} has no HEAD")
@@ -322,7 +323,7 @@ def judge_work_tree(
         where = f"{shown(file.where)} of the working tree"
         if file.kind == "unreadable":
             yield leak("unreadable", f"{where} cannot be read")
-        elif name == ".git" or (name == "HEAD" and (file.path.parent / "objects").is_dir()):
+        elif name == ".git" or (name == "HEAD" and is_dir(file.path.parent / "objects")):
             yield leak("nested-repository", f"{where} belongs to another repository")
         elif file.kind == "file" and _starts_with(file, *PACKS):
             yield leak("stray-file", f"{where} is a pack or a bundle")

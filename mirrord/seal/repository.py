@@ -21,6 +21,7 @@ from ..git.configuration import UNTRUSTING
 from ..git.graphs import graph_commits
 from ..git.packs import PackIndex, loose_digest, pack_is_whole, reverse_index
 from ..model import shown
+from ..presence import is_dir, is_file, is_symlink, lexists
 from ..protocol import SealLeak
 from ..quoting import decode_name
 
@@ -80,7 +81,7 @@ def locate(path: Path) -> ForeignRepository:
             hint="give a working tree, its .git, or a bare repository",
         )
     repository = repository_at(git_dir)
-    work_tree = path if os.path.lexists(path / ".git") else None
+    work_tree = path if lexists(path / ".git") else None
     return repository._replace(path=path, work_tree=work_tree)
 
 
@@ -99,23 +100,23 @@ def repository_at(git_dir: Path, root: Path | None = None) -> ForeignRepository:
 
 def _find_lender(stores: tuple[Path, ...]) -> Path | None:
     """Return the git directory of a second store that is named as mirrord names a sealed one."""
-    if len(stores) != 2 or os.path.lexists(stores[0] / "info/http-alternates"):
+    if len(stores) != 2 or lexists(stores[0] / "info/http-alternates"):
         return None
     line = (read_text(stores[0] / "info/alternates") or "").removesuffix("\n")
     is_exact = os.path.isabs(line) and os.path.normpath(line) == line == str(stores[1])
-    is_link = stores[1].is_symlink() or stores[1].parent.is_symlink()
+    is_link = is_symlink(stores[1]) or is_symlink(stores[1].parent)
     is_store = stores[1].parts[-2:] == (".git", "objects") and not is_link
     return stores[1].parent if is_exact and is_store else None
 
 
 def _git_dir(path: Path) -> Path | None:
     for candidate in (path / ".git", path):
-        if candidate.is_dir() and os.path.lexists(candidate / "HEAD"):
+        if is_dir(candidate) and lexists(candidate / "HEAD"):
             return candidate
-        pointer = read_text(candidate) if candidate.is_file() else None
+        pointer = read_text(candidate) if is_file(candidate) else None
         if pointer and pointer.startswith("gitdir: "):
             target = candidate.parent / pointer.removeprefix("gitdir: ").rstrip("\n")
-            return target if target.is_dir() else None
+            return target if is_dir(target) else None
     return None
 
 
@@ -139,7 +140,7 @@ def _stores(own: Path, root: Path | None) -> tuple[tuple[Path, ...], tuple[str, 
                 continue
             written.append(line)
             target = _target(store, line, root)
-            if target.is_dir() and (real := os.path.realpath(target)) not in seen:
+            if is_dir(target) and (real := os.path.realpath(target)) not in seen:
                 seen.add(real)
                 stores.append(target)
                 pending.append(target)

@@ -16,6 +16,7 @@ from ..errors import MirrordError
 from ..git.command import run_git_sync
 from ..model import parse_commit
 from ..places import ENVIRONMENT, TESTBED
+from ..presence import is_dir
 from ..protocol import RootLeak, RootReport
 from ..quoting import decode_name
 from .contents import Contents, read_archive, read_directory
@@ -46,7 +47,7 @@ def scan_root(root: Path, mirror: Path, base: str, *, seen_at: str | None = None
     with tempfile.TemporaryDirectory(prefix="mirrord-scan-") as directory:
         scratch = Path(directory)
         future = Future(mirror, commit, scratch / "mirror")
-        contents = read_directory(root) if root.is_dir() else read_archive(root)
+        contents = read_directory(root) if is_dir(root) else read_archive(root)
         scan = _RootScan(root, seen_at or str(root.resolve()), future, contents, scratch)
         leaks = [*scan.files(), *scan.leads(), *scan.packs(), *scan.repositories()]
         leaks = [*contents.leaks, *leaks]
@@ -189,7 +190,7 @@ class _RootScan(Scan):
                 fact = "a repository, which a later layer removes"
                 yield RootLeak(kind="repository", path=store, detail=fact, hidden=True)
             top = self._root
-            if not top.is_dir() and visible:
+            if not is_dir(top) and visible:
                 top = self._scratch / f"image{number}"
                 yield from take_out(self._root, view, visible, top)
             for store in visible:

@@ -19,6 +19,7 @@ import yaml
 from ..datasets.rows import Origin, RawRow
 from ..errors import InvalidDatasetError, UsageError
 from ..model import shown
+from ..presence import is_dir, is_symlink, lexists
 
 # levels below the given folder that are searched, as by Harbor's tools
 DEPTH_LIMIT = 6
@@ -69,13 +70,13 @@ class _Folder(NamedTuple):
         return sorted(os.listdir(self.path))
 
     def has(self, name: str) -> bool:
-        return os.path.lexists(self.path / name)
+        return lexists(self.path / name)
 
     def find(self, name: str) -> str | None:
         return self.text(name) if self.has(name) else None
 
     def find_patch(self, directory: str) -> str | None:
-        if not (self.path / directory).is_dir():
+        if not is_dir(self.path / directory):
             return None
         names = [name for name in sorted(os.listdir(self.path / directory)) if _PATCH.search(name)]
         # of several, nothing says which is the patch
@@ -91,7 +92,7 @@ class _Folder(NamedTuple):
         except FileNotFoundError as error:
             raise TaskError(f"{name} is missing") from error
         except OSError as error:
-            fact = "a symbolic link" if path.is_symlink() else f"unreadable: {error.strerror}"
+            fact = "a symbolic link" if is_symlink(path) else f"unreadable: {error.strerror}"
             raise TaskError(f"{name} is {fact}") from error
         with open(descriptor, "rb") as file:
             st = os.fstat(descriptor)
@@ -118,7 +119,7 @@ class _Folder(NamedTuple):
         return value
 
     def read_row(self) -> dict[str, Any]:
-        if self.path.is_symlink():
+        if is_symlink(self.path):
             raise TaskError("it is a symbolic link")
         if self.has(_SWE_BENCH):
             return _read_swe_bench(self)
@@ -135,10 +136,10 @@ def _iter_folders(folder: _Folder, depth: int) -> Iterator[_Folder]:
     names = folder.names
     if _SWE_BENCH in names or _HARBOR in names or (depth and not _SIGNS.isdisjoint(names)):
         yield folder
-    elif depth < DEPTH_LIMIT and not folder.path.is_symlink():
+    elif depth < DEPTH_LIMIT and not is_symlink(folder.path):
         for name in names:
             path = folder.path / name
-            if not name.startswith(".") and path.is_dir():
+            if not name.startswith(".") and is_dir(path):
                 below = f"{folder.name}/{name}" if depth else name
                 yield from _iter_folders(_Folder(path, below, folder.links_within), depth + 1)
 

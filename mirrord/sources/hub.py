@@ -28,6 +28,7 @@ from ..errors import (
 )
 from ..model import shown
 from ..places import how_to_get
+from ..presence import is_file
 from . import folders
 from .opening import Source, open_file, with_origins
 
@@ -155,7 +156,7 @@ class _Hub:
 def _read_card(folder: Path) -> dict[str, Any]:
     """Read the YAML at the head of README.md, in which most datasets list the files by split."""
     card = folder / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    text = card.read_text(encoding="utf-8", errors="replace") if is_file(card) else ""
     head = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
     try:
         value = yaml.safe_load(head[1]) if head else None

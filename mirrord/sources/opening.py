@@ -24,6 +24,7 @@ from ..datasets.rows import Origin, RawRow, row_line
 from ..errors import InvalidDatasetError, ResourceError, UsageError
 from ..host.zstd import ZstdError
 from ..model import shown
+from ..presence import is_dir, is_file
 
 # as of a file's name: NAME_MAX
 _LABEL_LENGTH = 255
@@ -88,16 +89,16 @@ def _open(word: str) -> Source:
 
         return hub.open_dataset(word)
     path = Path(word)
-    if path.is_dir() and (files := _row_files(path)):
+    if is_dir(path) and (files := _row_files(path)):
         name = path.resolve().name[:_LABEL_LENGTH]
         opened = [open_file(file, file.name) for file in files]
         return Source(name, name, None, partial(with_origins, opened))
-    if path.is_dir():
+    if is_dir(path):
         from . import folders  # noqa: PLC0415  (loads YAML)
 
         name = path.resolve().name[:_LABEL_LENGTH]
         return Source(name, name, None, partial(folders.iter_tasks, path))
-    if not path.is_file():
+    if not is_file(path):
         raise UsageError(f"cannot import {word}: it is neither a file nor a folder", hint=_HINT)
     if not os.access(path, os.R_OK):
         raise UsageError(f"cannot import {word}: permission denied", hint=_HINT)
@@ -107,16 +108,16 @@ def _open(word: str) -> Source:
 def _row_files(directory: Path) -> list[Path]:
     """Return the files of rows in a directory that has no others below it, which may be tasks."""
     entries = sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
-    if any(entry.is_dir() or entry.name in _TASKS for entry in entries):
+    if any(is_dir(entry) or entry.name in _TASKS for entry in entries):
         return []
-    return [entry for entry in entries if entry.suffix in _ROWS and entry.is_file()]
+    return [entry for entry in entries if entry.suffix in _ROWS and is_file(entry)]
 
 
 def open_file(path: Path, label: str) -> Source:
     """Open one file of rows: sent as it is if the daemon reads its format, else as JSON lines."""
     if table := _find_reader(path):
         rows = partial(table, path, path.name)
-        if (issues := path.parent / "issues").is_dir():
+        if is_dir(issues := path.parent / "issues"):
             rows = partial(_with_issues, issues, rows)
         return Source(label, path.name.split(".")[0], None, rows)
     return Source(label, None, path, partial(iter_rows, path, path.name))
@@ -205,7 +206,7 @@ def _with_issues(issues: Path, rows: Callable[[], Iterator[RawRow]]) -> Iterator
         if row.value is not None and isinstance(question, str) and _ISSUE.fullmatch(question):
             for name in _ISSUE_FILES:
                 file = issues / question / f"{name}.txt"
-                if file.is_file():
+                if is_file(file):
                     with file.open("rb") as opened:
                         text = opened.read(_ISSUE_BYTES).decode("utf-8", "replace")
                     row.value[name] = text.strip()

@@ -28,6 +28,7 @@ from ..model import (
     TREE_DEPTH_LIMIT,
 )
 from ..places import ENVIRONMENT, TESTBED
+from ..presence import walk
 from ..trees.relocation import Relocation
 
 _MTIME_NS = 315_532_800 * 10**9  # 1980-01-01, the earliest time in a ZIP archive
@@ -81,7 +82,7 @@ def adopt(source: Path, tree: Path, target: Path, shared: Path) -> Adopted:
 def sweep_shared(shared: Path) -> int:
     """Remove the shared files that no environment has; return their bytes. In a worker."""
     freed = 0
-    for above, _, names in os.walk(shared):
+    for above, _, names in walk(shared):
         for name in names:
             path = os.path.join(above, name)
             with suppress(FileNotFoundError):

@@ -31,6 +31,7 @@ from ..host.trash import Trash, new_trash
 from ..jobs.operations import Deferred
 from ..model import CommitId, History, MirrorName, Resolved
 from ..places import whole_path
+from ..presence import exists, matching
 from ..telemetry import log
 from ..trees.reader import weigh
 from ..workers.coalesce import Coalescer
@@ -108,7 +109,7 @@ class StoreBuilder:
         """Remove what killed builds left."""
 
         def clean_up() -> None:
-            for directory in (*self._root.glob("*/gits"), *self._root.glob("*/packs")):
+            for directory in (*matching(self._root, "*/gits"), *matching(self._root, "*/packs")):
                 if removed := disk.remove_leftovers(directory, self.trash):
                     log.info("leftovers.removed", directory=str(directory), count=removed)
 
@@ -123,7 +124,7 @@ class StoreBuilder:
         key = (name.key, commit, history)
         cached = self._found.get(key)
         store = cached or disk.load(self.path(name, commit, history), name)
-        if store is None or not store.git.exists():
+        if store is None or not exists(store.git):
             self._found.pop(key, None)
             return None
         if cached is None:
@@ -165,7 +166,7 @@ class StoreBuilder:
             await self.remove(self.discard(store))
             packs = {Path(path).stem for path in changed if path.endswith((".pack", ".idx"))}
             for pack in packs:  # the closure's own, which is the same file
-                for file in self._closures.directory(store.mirror).glob(f"*/{pack}.*"):
+                for file in matching(self._closures.directory(store.mirror), f"*/{pack}.*"):
                     await self.remove(file.parent)
             return await self.ensure(store.mirror, store.commit, store.history)
         self._stats[store.path] = stats
@@ -251,7 +252,7 @@ class StoreBuilder:
         The caller knows that no checkout needs them. The next store composes its tree again.
         """
         path, stores = whole_path(self._root, str(name)), await self.list_stores(name)
-        if self._building[name.key] or any(store.whole for store in stores) or not path.exists():
+        if self._building[name.key] or any(store.whole for store in stores) or not exists(path):
             return 0
         discarded = new_trash(path.parent)
         path.rename(discarded)  # nothing was awaited since the look
@@ -268,7 +269,7 @@ class StoreBuilder:
         self._closures.forget(name)
         self._tags.forget(self.mirrors_path(name))
         for directory in (self._directory(name), self._closures.directory(name)):
-            for path in directory.glob("*"):
+            for path in matching(directory, "*"):
                 await anyio.to_thread.run_sync(self.trash.discard, path)
             with suppress(OSError):  # not empty
                 directory.rmdir()

@@ -28,6 +28,7 @@ from ..host.files import read_plain
 from ..host.trash import Trash
 from ..jobs.operations import Deferred
 from ..model import FIRST_PARENTS_LIMIT, CommitId, MirrorName, Resolved
+from ..presence import exists, matching
 from ..telemetry import log
 from ..workers.pool import Workers
 from ..workers.turns import Turns
@@ -175,7 +176,7 @@ class Closures:
         """Return the layers on disk, without those whose pack a power failure tore."""
         if name.key not in self._layers:
             layers = self._layers[name.key] = {}
-            for file in self.directory(name).glob("*/layer.json"):
+            for file in matching(self.directory(name), "*/layer.json"):
                 try:
                     layer = PackLayer.of(json.loads(read_plain(file)))
                 except (OSError, ValueError, TypeError):
@@ -195,9 +196,7 @@ class Closures:
             layers.pop(commit, None)
             return False
         local = (layer for layer in whole if layer.commit in layers)
-        missing = [
-            layer.commit for layer in local if not self._pack_file(name, layer).path.exists()
-        ]
+        missing = [layer.commit for layer in local if not exists(self._pack_file(name, layer).path)]
         for gone in [*missing, commit] if missing else []:
             layers.pop(gone, None)
         return not missing

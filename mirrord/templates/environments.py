@@ -21,6 +21,7 @@ from ..host.files import read_plain
 from ..host.trash import TRASH_PREFIX, Trash, new_trash
 from ..jsontext import loads
 from ..model import ENVIRONMENT_KEY, EnvironmentName, shown
+from ..presence import is_dir
 from ..telemetry import log
 
 # below `templates`, which the mounter shows to each owner as its own
@@ -133,7 +134,7 @@ class EnvironmentStore:
         """Return what is known of a layer; None if it is not here."""
         with suppress(FileNotFoundError, ValueError):
             content = loads(read_plain(self.layers / f"{name}.json"))
-            return dict(content) if (self.layers / name).is_dir() else None
+            return dict(content) if is_dir(self.layers / name) else None
         return None
 
     def add_layer(self, made: Path, name: str, content: dict[str, Any]) -> None:
@@ -233,4 +234,4 @@ def _read(path: Path) -> EnvironmentRecord | None:
     is_named = path.name.startswith(_BUILDING) or path.name == record.digest
     if not (is_named and _DIGEST.fullmatch(record.digest)):
         return None
-    return record if not is_ready or (path / "files").is_dir() else None
+    return record if not is_ready or is_dir(path / "files") else None

@@ -20,6 +20,7 @@ from ..git.objects.repository import CommitInfo, Objects, open_objects, read_com
 from ..git.objects.trees import TreeChange, changes
 from ..host.files import open_directory, opened, read_plain, shown_path
 from ..host.processes import ActingAs, boot_id
+from ..presence import is_dir, iter_below
 from ..quoting import decode_name, encode_name
 from ..trees.conversions import conversions_for, is_attributes, reconverted
 from ..trees.dotgit import index_bytes
@@ -149,7 +150,7 @@ def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
         whole = prove_files_of(directory, manifest, layer.tree, below, layer.whiteouts)
         above = directory / "index"
         index = above / ".git" / "index"
-        is_alone = set(above.rglob("*")) == {index.parent, index}
+        is_alone = set(iter_below(above)) == {index.parent, index}
         if not is_alone or read_plain(index) != index_bytes(whole):
             raise _unproven("the index", "its bytes changed")
     except OSError as error:
@@ -213,7 +214,7 @@ def build_layer(
         info = read_commit(objects, commit)
         temporary.mkdir(mode=0o700)
         shared = SharedFiles(blobs_path(trees))
-        on_disk = [chain for chain in candidates if (trees / chain[0].name).is_dir()]
+        on_disk = [chain for chain in candidates if is_dir(trees / chain[0].name)]
         chain = _choose_base(objects, info.tree, on_disk, shared)
         base = chain[0] if chain else None
         below, removed = None, list[bytes]()

@@ -12,6 +12,7 @@ from ..catalog import Module
 from ..errors import ProofFailedError
 from ..git.lfs import has_object, object_path
 from ..git.objects.modules import read_needs
+from ..presence import exists
 from ..trees.dotgit import index_bytes
 from ..trees.scan import hash_tree
 from ..trees.tree import materialise
@@ -54,7 +55,7 @@ def place_module(
     for directory in ("", "info", "objects", "objects/info", "objects/pack", "refs"):
         (git / directory).mkdir(parents=True, exist_ok=True)
     for file in (*(store / "objects/pack").iterdir(), store / GRAPH):
-        if file.exists():
+        if exists(file):
             link_or_copy(file, git / file.relative_to(store))
     for name in _COPIED:
         (git / name).write_bytes((store / name).read_bytes())

@@ -30,6 +30,7 @@ from ..git.special import must_be_plain
 from ..host.files import write_all
 from ..host.trash import Trash
 from ..model import CommitId
+from ..presence import exists, is_dir
 from ..telemetry import log
 from ..workers.pool import Workers
 from .store import GRAPH, building, link_or_copy
@@ -93,7 +94,7 @@ class Packer:
         Also reads an `objects` directory in `into`. Raises CommitUnservableError where an object is
         missing or damaged.
         """
-        extra = objects if (objects := into / "objects").exists() else None
+        extra = objects if exists(objects := into / "objects") else None
         stores = [mirror / "objects", *([extra] if extra else [])]
         sources = stores if base is None else []
         await anyio.to_thread.run_sync(partial(must_be_plain, mirror, loose=True))
@@ -315,7 +316,7 @@ def _find_bad_loose(stores: Iterable[Path], packed: PackIndex) -> Path | None:
     """Find the damaged loose file of a packed object."""
     for directory in (entry for store in stores for entry in store.iterdir()):
         # `info` and `pack` are beside the directories of loose objects
-        if len(directory.name) != 2 or not directory.is_dir():
+        if len(directory.name) != 2 or not is_dir(directory):
             continue
         for file in directory.iterdir():
             oid = directory.name + file.name

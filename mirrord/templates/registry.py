@@ -17,6 +17,7 @@ import anyio.to_thread
 from ..errors import IntegrityError, InvalidNameError, NotFoundError
 from ..host.trash import TRASH_PREFIX, Trash, new_trash
 from ..model import MirrorName
+from ..presence import is_dir, is_file
 from ..telemetry import log
 from ..trees.manifest import Manifest
 from ..trees.sharing import SharedFiles
@@ -57,7 +58,7 @@ class MirrorTemplates:
 
     def load(self) -> None:
         """Read the layers on disk; remove incomplete ones, and keep those that cannot be read."""
-        if not self.trees.is_dir():
+        if not is_dir(self.trees):
             return
         for path in sorted(self.trees.iterdir()):
             if path.name.startswith((_BUILDING, TRASH_PREFIX)):
@@ -72,8 +73,8 @@ class MirrorTemplates:
         record = read_record(path)
         if (
             record
-            and (path / "files").is_dir()
-            and (path / "index/.git/index").is_file()
+            and is_dir(path / "files")
+            and is_file(path / "index/.git/index")
             and Manifest.is_current(path / "manifest")
         ):
             layer, is_proven = record
@@ -181,7 +182,7 @@ class TemplateRegistry:
         names = []
         for path in sorted(self.root.iterdir()):
             with suppress(InvalidNameError):
-                if path.is_dir():
+                if is_dir(path):
                     names.append(MirrorName.parse(path.name))
         return names
 

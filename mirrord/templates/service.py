@@ -5,7 +5,6 @@ keyframe; the same for every user. A layer of an earlier boot is proven again be
 are a cache: damaged and missing ones are built again.
 """
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from ..host.files import read_plain
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import CommitId, History, MirrorName
+from ..presence import exists, is_dir, is_file, iter_below, matching
 from ..protocol import CacheActivity
 from ..trees.dotgit import refs_in
 from ..trees.sources import LayerFiles
@@ -72,7 +72,7 @@ def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
     """Read the facts of an index layer over its sealed store; FileNotFoundError where one went."""
     index, store = (layer / ".git" for layer in layers[:2])
     files = {
-        path.relative_to(git) for git in (store, index) for path in git.rglob("*") if path.is_file()
+        path.relative_to(git) for git in (store, index) for path in iter_below(git) if is_file(path)
     }
     checksum = read_plain(index / "index")[-20:].hex()
     return TemplateFacts(
@@ -131,7 +131,7 @@ class Templates:
         template = self._found.get(key)
         if template is None:
             return None
-        if not all(map(os.path.isdir, template.layers)):  # deleted by hand
+        if not all(map(is_dir, template.layers)):  # deleted by hand
             del self._found[key]
             return None
         self._note_use(template)
@@ -198,7 +198,7 @@ class Templates:
                 )
                 templates.add(path, layer)
             finally:
-                if path.exists():
+                if exists(path):
                     await anyio.to_thread.run_sync(self.trash.remove, path)
         fields = {"tree": layer.tree, "base": layer.base, "size_bytes": layer.size_bytes}
         self.events.publish("template.built", mirror=str(name), commit=commit, **fields)
@@ -213,7 +213,7 @@ class Templates:
         # from the keyframe up: a discard takes the layers above with it
         for layer in reversed(chain):
             index = templates.index(layer.tree) / ".git" / "index"
-            is_good = templates.files(layer.tree).is_dir() and index.is_file()
+            is_good = is_dir(templates.files(layer.tree)) and is_file(index)
             if is_good and layer.tree in templates.unproven:
                 is_good = await self._registry.is_sound(templates, layer.tree)
                 if is_good:
@@ -278,7 +278,7 @@ class Templates:
 
     def _forget_evicted(self) -> None:
         templates = self._found.items()
-        self._found = {key: template for key, template in templates if template.layers[1].is_dir()}
+        self._found = {key: template for key, template in templates if is_dir(template.layers[1])}
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove templates and stores of a removed mirror; CheckoutBusyError while one is held."""
@@ -365,7 +365,7 @@ def find_bad_packs(directory: Path) -> list[Path]:
     patterns = ["packs/[!.]*/pack-*", *(f"gits/[!.]*/.git/{glob}" for glob in of_stores)]
     patterns += [f"gits/[!.]*/.git/modules/**/{glob}" for glob in of_stores]
     for pattern in patterns:
-        for file in sorted(directory.glob(pattern)):
+        for file in sorted(matching(directory, pattern)):
             with suppress(FileNotFoundError):
                 inode = (st := file.stat()).st_ino
                 if inode not in sound:
@@ -375,11 +375,11 @@ def find_bad_packs(directory: Path) -> list[Path]:
                         sound[inode] = not find_fault(file, Pointer(file.name, st.st_size))
                 if not sound[inode]:
                     bad.append(file)
-    for record in directory.glob("packs/[!.]*/layer.json"):
+    for record in matching(directory, "packs/[!.]*/layer.json"):
         layer = record.parent
-        stems = {file.with_suffix("") for file in layer.glob("pack-*")} or {layer / "pack"}
+        stems = {file.with_suffix("") for file in matching(layer, "pack-*")} or {layer / "pack"}
         packs = [stem.with_suffix(".pack") for stem in sorted(stems)]
-        bad += [p for p in packs if not (p.exists() and p.with_suffix(".idx").exists())]
+        bad += [p for p in packs if not (exists(p) and exists(p.with_suffix(".idx")))]
     return bad
 
 
@@ -391,9 +391,7 @@ def find_bad_stores(directory: Path, name: MirrorName) -> list[Path]:
 
     def altered() -> set[Path]:
         records = read_records(directory / "gits", name)
-        return {
-            store.path for store, _ in records if store.path.exists() and not is_as_built(store)
-        }
+        return {store.path for store, _ in records if exists(store.path) and not is_as_built(store)}
 
     suspects = altered()
     return sorted(suspects & altered()) if suspects else []

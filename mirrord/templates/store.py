@@ -26,6 +26,7 @@ from ..git.packs import PackIndex, has_both_ends, pack_is_whole
 from ..host.files import read_plain
 from ..host.trash import Trash, find_trash
 from ..model import CommitId, History, MirrorName
+from ..presence import exists, is_dir, is_symlink, iter_below, matching, walk
 from ..protocol import SealLeak
 
 # checkStat: git compares the seconds of mtime, size and mode only, so one index is valid for every
@@ -121,7 +122,7 @@ def load(path: Path, name: MirrorName) -> SealedStore | None:
             store
             and is_as_built(store)
             and (not store.modules or modules_sum(store.path) == store.modules)
-            and (not (store.git / GRAPH).exists() or graph_is_whole(store.git / GRAPH))
+            and (not exists(store.git / GRAPH) or graph_is_whole(store.git / GRAPH))
             and all(
                 has_both_ends(store.git / "objects/pack" / pack, size)
                 for pack, size in zip(store.packs, store.pack_sizes, strict=True)
@@ -147,7 +148,7 @@ def read_records(directory: Path, name: MirrorName) -> list[tuple[SealedStore, f
     """Return all records in `directory`, each with the time of the store's last use."""
     return [
         (store, record.stat().st_mtime)
-        for record in directory.glob("*.json")
+        for record in matching(directory, "*.json")
         if (store := read_record(record.with_suffix(""), name))
     ]
 
@@ -167,7 +168,7 @@ def is_as_built(store: SealedStore) -> bool:
         return False
     packs = [store.git / "objects/pack" / name for name in store.packs]
     return control == store.control and all(
-        pack.exists() and pack.with_suffix(".idx").exists() for pack in packs
+        exists(pack) and exists(pack.with_suffix(".idx")) for pack in packs
     )
 
 
@@ -179,7 +180,7 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
     packs = [f"objects/pack/{name}" for name in store.packs]
     indexes = [store.git / name.replace(".pack", ".idx") for name in packs]
     expected = {*CONTROL_FILES, *packs, *(str(index.relative_to(store.git)) for index in indexes)}
-    files = (file for file in store.git.rglob("*") if file.is_symlink() or not file.is_dir())
+    files = (file for file in iter_below(store.git) if is_symlink(file) or not is_dir(file))
     present = {str(file.relative_to(store.git)) for file in files}
     leaks = [SealLeak(kind="file", detail=name) for name in sorted(present - expected - {GRAPH})]
     if store.modules and modules_sum(store.path) == store.modules:
@@ -199,7 +200,7 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
 def stats_of(store: SealedStore) -> dict[str, StoreStat]:
     """Return the stat of each file below `.git`, which tells whether it was written since."""
     stats: dict[str, StoreStat] = {}
-    for above, _, names in os.walk(store.git):
+    for above, _, names in walk(store.git):
         for name in names:
             seen = os.lstat(path := os.path.join(above, name))
             stats[path] = seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
@@ -223,7 +224,7 @@ def modules_sum(top: Path) -> str:
     store.
     """
     digest = hashlib.sha1(usedforsecurity=False)
-    for above, directories, names in os.walk(top):
+    for above, directories, names in walk(top):
         directories.sort()
         if above == str(top / ".git"):
             directories[:] = [name for name in directories if name in ("lfs", "modules")]
@@ -258,7 +259,7 @@ def publish(temporary: Path, target: Path) -> None:
     """Rename a finished directory to `target`, replacing what has that name."""
     # mkdtemp makes it 0700, and owners of checkouts look through it
     temporary.chmod(0o755)
-    if target.exists():
+    if exists(target):
         shutil.rmtree(target)
     temporary.rename(target)
 
@@ -275,7 +276,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def remove_leftovers(directory: Path, trash: Trash) -> int:
     """Remove what a killed build left; returns how many. Call before the first build."""
-    leftovers = [*directory.glob(f"{BUILDING}*"), *find_trash(directory)]
+    leftovers = [*matching(directory, f"{BUILDING}*"), *find_trash(directory)]
     for path in leftovers:
         trash.remove(path)
     return len(leftovers)

@@ -5,7 +5,6 @@ part of a commit's closure and may be younger: an annotated tag becomes a ref to
 `git describe --tags` and version tools read. Damaged tags are left out.
 """
 
-import os
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from cachetools import LRUCache
 from ..git.batch import object_info
 from ..git.command import Git
 from ..git.packs import PackIndex
+from ..presence import exists, walk
 
 # tags in memory; beyond it all are read again
 _PEELED_MAX = 100_000
@@ -115,8 +115,8 @@ def _stamp(mirror: Path) -> _Stamp | None:
 
     None where one is so recent that the next change may get the same mtime ("racy" in git).
     """
-    places = [mirror / "packed-refs", *(Path(root) for root, _, _ in os.walk(mirror / "refs/tags"))]
-    stats = [(place, place.stat()) for place in places if place.exists()]
+    places = [mirror / "packed-refs", *(Path(root) for root, _, _ in walk(mirror / "refs/tags"))]
+    stats = [(place, place.stat()) for place in places if exists(place)]
     if any(time.time_ns() - st.st_mtime_ns < _RACY_NS for _, st in stats):
         return None
     return tuple((str(place), st.st_ino, st.st_mtime_ns) for place, st in stats)

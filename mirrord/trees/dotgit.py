@@ -23,6 +23,7 @@ from ..git.modes import DIRECTORY, FILE, SUBMODULE, file_mode
 from ..host.files import open_plain, open_top, opened, read_plain
 from ..host.processes import ActingAs
 from ..host.trash import TrashDirectory
+from ..presence import exists, matching, walk
 from ..quoting import decode_name
 from .manifest import NO_OBJECT, SECOND_NS, Entry, Manifest, blob_id
 from .reader import file_id
@@ -65,7 +66,7 @@ def read_store(source: Path, *, borrows: bool = False) -> DotGit:
     """
     store = DotGit([], {}, {}, [])
     top = os.fsencode(source)
-    for above, _, names in os.walk(top):
+    for above, _, names in walk(top):
         directory = _GIT + above[len(top) :]
         store.directories.append(directory)
         for name in sorted(names):
@@ -210,9 +211,9 @@ def remove_worktree(mirror: Path, checkout: str) -> None:
 def prune_worktrees(mirrors: Path) -> int:
     """Remove the records of worktrees whose checkout is gone; returns how many."""
     count = 0
-    for admin in list(mirrors.glob("*/worktrees/mirrord-*")):
+    for admin in matching(mirrors, "*/worktrees/mirrord-*"):
         try:
-            is_alive = Path((admin / "gitdir").read_text().strip()).parent.parent.exists()
+            is_alive = exists(Path((admin / "gitdir").read_text().strip()).parent.parent)
         except OSError:
             is_alive = False
         if not is_alive:

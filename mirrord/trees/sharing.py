@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..host.trash import try_to_remove
+from ..presence import exists
 from .reader import content_id
 from .writer import TreeWriter
 
@@ -27,7 +28,7 @@ class SharedFiles:
 
     def has(self, content: str, *, executable: bool) -> bool:
         """Return whether there is a file with these bytes, given by their blob id."""
-        return self._path(content, executable=executable).exists()
+        return exists(self._path(content, executable=executable))
 
     def link(
         self, content: str, writer: TreeWriter, path: bytes, *, executable: bool

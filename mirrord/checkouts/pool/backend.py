@@ -29,6 +29,7 @@ from ...host.overlays import ENVIRONMENT
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, CheckoutId, History, LayerId, MirrorName, Target
 from ...patches import journal
+from ...presence import exists
 from ...protocol import Proof
 from ...telemetry import elapsed_s, log
 from ...trees import dotgit
@@ -230,7 +231,7 @@ class PoolBackend:
         """Have the environment beside the tree as the lease says; take one away that it lacks."""
         if lease.base.environment is not None:
             await self.workers.run(make_prefix, self._prefix(lease, trash))
-        elif (left := lease.directories.public / ENVIRONMENT).exists():
+        elif exists(left := lease.directories.public / ENVIRONMENT):
             gone = new_trash(lease.directories.public)
             left.rename(gone)
             self.trash.add(gone)
@@ -278,5 +279,5 @@ class PoolBackend:
                     borrows, modules,
                 )  # fmt: skip
             finally:
-                if trash.exists():
+                if exists(trash):
                     self.trash.add(trash)

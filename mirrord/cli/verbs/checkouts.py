@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from ...errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ...model import ApplyStrategy, DiffFormat, FoundStrategy, ObjectSource, Target, View, shown
+from ...presence import lexists
 from ...protocol import Checkout, RestoreAnswer
 from ...quoting import quote_name, unquote_name
 from ...units import when
@@ -385,6 +386,6 @@ def find_id(session: Session, text: str) -> str:
         except CheckoutNotFoundError:
             continue
     message = f"cannot find the checkout of {shown(str(path))}: no held checkout has this path"
-    if not os.path.lexists(path) and "/" not in text:
+    if not lexists(path) and "/" not in text:
         message = f"cannot find checkout {shown(text)}: it is neither an id nor a path"
     raise CheckoutNotFoundError(message, hint="see `mirrord checkouts`")

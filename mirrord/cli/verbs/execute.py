@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ... import errors, protocol
 from ...model import Bind, Isolation, View, shown
+from ...presence import exists
 from ...sandbox.box import become, showing
 from ...sandbox.calls import box_of, choose_workdir, environment_of, is_shown, weaker
 from ...sandbox.direct import best, isolate
@@ -281,7 +282,7 @@ class _Run:
 
 def _find_shown(text: str) -> Path:
     path = Path(text).absolute()
-    if not path.exists():
+    if not exists(path):
         hint = "name a path of this host that you may read"
         raise errors.PathNotFoundError(f"cannot show {shown(text)}: no such path", hint=hint)
     return path

@@ -20,6 +20,7 @@ from ...doctor import Check, examine, installer, user_service
 from ...doctor.repairs import Repaired, repair
 from ...model import History, MirrorName, parse_commit
 from ...places import Layout
+from ...presence import exists, is_dir
 from ...protocol import RootReport, SealReport
 from ...quoting import legible, quote_name
 from ...seal.scan import scan_root
@@ -215,7 +216,7 @@ def verify_seal(
     base_commit = parse_commit(base)
     target = path or root
     assert target is not None
-    if not target.exists():
+    if not exists(target):
         raise errors.PathNotFoundError(
             f"cannot verify {target}: no such path", hint="name a repository or a checkout"
         )
@@ -266,7 +267,7 @@ def _mirror_of(path: Path) -> Path | None:
 
 
 def _mirror_path(session: Session, named: str) -> Path:
-    if Path(named).is_dir():
+    if is_dir(named):
         return Path(named).absolute()
     mirrors = config.load(session.config_path).state_dir / "mirrors"
     key = MirrorName.parse(named).key
@@ -330,7 +331,7 @@ def _change_service(session: Session, *, is_wanted: bool, of_user: bool, dry_run
         session.print_json({"steps": [step.what for step in steps]})
     if of_user and is_wanted:
         session.note(user_service.linger_hint())
-    kept = [str(path) for path in (installer.CONFIG, installer.STATE) if path.exists()]
+    kept = [str(path) for path in (installer.CONFIG, installer.STATE) if exists(path)]
     if kept and not (of_user or is_wanted):
         session.note(f"kept: {', '.join(kept)}")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ...errors import IntegrityError, MirrordError, UsageError, from_problem
+from ...presence import is_dir, is_file
 from ...protocol import BundleImported, Mirror, Operation, RefDiff, Restored
 from ..output import count, facts_of, listing, problem_of
 from ..session import Argument, MirrorArgument, NoWait, Option, Session
@@ -227,10 +228,10 @@ def create_bundle(
     private as the mirror: rows have patches. git can verify it, clone it and fetch from it. Prints
     the record to name in the next --since.
     """
-    if not file.parent.is_dir():
+    if not is_dir(file.parent):
         fact = f"there is no directory {file.parent}"
         raise UsageError(f"cannot write {file}: {fact}", hint="create it first")
-    if file.is_dir():
+    if is_dir(file):
         raise UsageError(f"cannot write {file}: it is a directory", hint="name a file in it")
     with watching(session, f"bundling {name}") as watch:
         made = session.client.create_bundle(name, file, since=since, progress=watch)
@@ -248,7 +249,7 @@ def import_bundle(
     """Creates a missing mirror. In an existing one refs are added or fast-forwarded; refs that
     differ otherwise become kept refs. A damaged or hostile file changes nothing.
     """
-    if not file.is_file():
+    if not is_file(file):
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a bundle file")
     with watching(session, f"sending {file.name}") as watch:
         operation = session.client.import_bundle(file, mirror=mirror, progress=watch)

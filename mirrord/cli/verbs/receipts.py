@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import IntegrityError, ResourceError, UsageError
+from ...presence import is_file
 from ...protocol import MalformedError, Mismatch, Receipt, ReceiptReport, canonical
 from ..session import Argument, Option, Session, print_line, read_file
 from .checkouts import ID_HELP, find_id
@@ -57,7 +58,7 @@ def receipt(
 
 
 def _verify(session: Session, file: str, signers: Path | None, identity: str) -> None:
-    if signers and not signers.is_file():
+    if signers and not is_file(signers):
         raise UsageError(
             f"cannot read {signers}: no such file", hint="name a file of allowed signers"
         )
@@ -149,7 +150,7 @@ def _sign(data: bytes, key: Path) -> str:
 
     ssh-keygen asks for a passphrase on the terminal, and for a touch on stderr.
     """
-    if not key.is_file():
+    if not is_file(key):
         raise UsageError(f"cannot sign with {key}: no such file", hint="name an SSH key file")
     done = _ssh_keygen("sign", "-f", str(key), "-q", input=data, stdout=subprocess.PIPE)
     if done.returncode:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from ...errors import UsageError
 from ...model import AuditLevel, CommitRole
+from ...presence import is_file
 from ...protocol import Audit, Garbage, Operation, Repair, Usage
 from ...quoting import quote_name
 from ..output import cell, count, listing, size, table
@@ -111,7 +112,7 @@ def heal(
     if bundle and len(mirrors) != 1:
         fact = f"{len(mirrors)} mirrors are named"
         raise UsageError(f"cannot heal with {bundle}: {fact}", hint="name one mirror")
-    if bundle and not bundle.is_file():
+    if bundle and not is_file(bundle):
         raise UsageError(f"cannot heal with {bundle}: it is not a file", hint="name a bundle file")
     if bundle is None:
         operation = session.client.start_heal(*names or ())

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import errors, protocol
 from ...model import AuditLevel, Bind, CommitState, FoundStrategy, History, View, utc_now
+from ...presence import exists
 from ...sandbox.verdicts import Verdict
 from ...testlogs import read_parsers
 from .. import rehearsing
@@ -336,7 +337,7 @@ class AsyncRehearsal:
             limit, parsers = self._test_timeout, self._parsers
             return await run_tests(self._client, checkout, row, recipe, limit, path, parsers)
         finally:
-            if path and path.exists():
+            if path and exists(path):
                 record.logs.append(str(path))
 
 

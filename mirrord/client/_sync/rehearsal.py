@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import errors, protocol
 from ...model import AuditLevel, Bind, CommitState, FoundStrategy, History, View, utc_now
+from ...presence import exists
 from ...sandbox.verdicts import Verdict
 from ...testlogs import read_parsers
 from .. import rehearsing
@@ -335,7 +336,7 @@ class Rehearsal:
             limit, parsers = self._test_timeout, self._parsers
             return run_tests(self._client, checkout, row, recipe, limit, path, parsers)
         finally:
-            if path and path.exists():
+            if path and exists(path):
                 record.logs.append(str(path))
 
 

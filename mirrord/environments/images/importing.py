@@ -31,6 +31,7 @@ from ...host.children import NOTHING, Child, start
 from ...jobs.operations import together
 from ...mirrors.service import Mirrors
 from ...model import ENVIRONMENT_KEY, EnvironmentName, shown
+from ...presence import matching
 from ...protocol import Progress, ProgressSink
 from ...templates.environments import RECORD, EnvironmentStore
 from ..recipes import COMMIT, slug
@@ -171,13 +172,13 @@ class Images:
         """
         self.mirrors.trash.add(*self.fetched())
         named = {name.key for name in self.mirrors.names()}
-        places = (self.place / "repositories").glob("[!.]*")
+        places = matching(self.place / "repositories", "[!.]*")
         self.mirrors.trash.add(*(path for path in places if path.name not in named))
         self.sweep()
 
     def fetched(self) -> list[Path]:
         """Return what imports that failed have fetched; nothing while one runs."""
-        return sorted((self.place / "images").glob("*")) if not self._running else []
+        return sorted(matching(self.place / "images", "*")) if not self._running else []
 
     # -- fetching ----------------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class Images:
                 kept[number] = await self._finish(name, root, listing, below)
                 names[number] = name
         finally:
-            for path in self.store.layers.glob(".building-*"):
+            for path in matching(self.store.layers, ".building-*"):
                 self.mirrors.trash.add(path)
         stack = [str(name) for name in reversed(names)]
         return await self._described(config, stack, kept, request) | {"shared_bytes": shared_bytes}

@@ -22,6 +22,7 @@ from ...git.objects.scratch import make_repository
 from ...host.files import make_whiteout, read_plain
 from ...host.trash import remove_tree
 from ...model import CommitId
+from ...presence import exists, is_symlink
 from ...protocol import RootLeak
 from ...quoting import encode_name
 from ...seal.scan import scan_root
@@ -179,7 +180,7 @@ def _iter_files(above: str, stack: Sequence[Path]) -> Iterator[tuple[str, Path]]
         path = f"{above}{name}"
         if _is_directory(paths[0]):
             yield from _iter_files(f"{path}/", paths)
-        elif not paths[0].is_symlink():
+        elif not is_symlink(paths[0]):
             yield path, paths[0]
 
 
@@ -266,7 +267,7 @@ class _Writer:
         target = self._layer
         for name in ("", *path.split("/")[:-1]):
             target = target / name
-            if not target.exists():
+            if not exists(target):
                 target.mkdir()
                 # mkdir obeys the umask
                 target.chmod(0o755)
@@ -284,7 +285,7 @@ class _Writer:
         for leak in leaks:
             path = encode_name(leak.path).partition(b"!")[0]
             remove_tree(order.layer / os.fsdecode(path))
-        if not order.layer.exists():
+        if not exists(order.layer):
             self.changed = 0
         return [replace(leak, path=f"{order.tree}/{leak.path}", hidden=True) for leak in leaks]
 

@@ -13,6 +13,7 @@ from ...git.command import run_git_sync
 from ...host.files import exchange
 from ...host.trash import remove_tree
 from ...model import FROM_IMAGE_HEAD
+from ...presence import exists
 from .tree_layers import directory_in, take_repository
 
 
@@ -45,7 +46,7 @@ def write_upstream(stack: Sequence[Path], tree: str, place: Path) -> None:
         except FileNotFoundError as error:  # `.git` is a file, of a worktree or a submodule
             raise _refused(f"the repository at {tree} has no objects") from error
         _put_refs(repository, tree)
-        if place.exists():
+        if exists(place):
             exchange(repository, place)
         else:
             repository.rename(place)

@@ -13,6 +13,7 @@ import pygit2
 from pygit2.enums import FileMode, ObjectType
 
 from ...host.files import free_bytes
+from ...presence import exists
 from ..modes import DIRECTORY
 from .repository import lenders_of
 from .trees import BaseTree, TreeEntry
@@ -79,7 +80,7 @@ def make_repository(git_dir: Path, *, borrows_from: Sequence[Path] = ()) -> None
     lenders += (Path(os.path.normpath(far)) for near in lenders for far in lenders_of(near))
     if lenders:
         file = git_dir / "objects/info/alternates"
-        before = os.fsdecode(file.read_bytes()).splitlines() if file.exists() else ()
+        before = os.fsdecode(file.read_bytes()).splitlines() if exists(file) else ()
         paths = (os.path.relpath(lender, git_dir / "objects") for lender in lenders)
         lines = "".join(f"{path}\n" for path in dict.fromkeys((*before, *paths)))
         file.with_name("alternates.new").write_bytes(os.fsencode(lines))

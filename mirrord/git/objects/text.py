@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pygit2
 from pygit2.enums import DiffOption
 
+from ...presence import is_dir
 from .. import lfs
 from ..lfs import read_target
 from ..patterns import Attributes, State
@@ -115,7 +116,7 @@ class Conversions:
         }
         self._attributes = Attributes(files.get)
         has_lfs = any(map(_LFS.search, files.values()))
-        has_lfs = has_lfs and (objects.git_dir / lfs.OBJECTS).is_dir()
+        has_lfs = has_lfs and is_dir(objects.git_dir / lfs.OBJECTS)
         self._lfs = objects.git_dir if has_lfs else None
         self.is_empty = not has_lfs and not any(map(_RELEVANT.search, files.values()))
 

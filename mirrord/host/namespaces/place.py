@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from ...model import Place
+from ...presence import is_socket
 from ..mounts import may_mount
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
@@ -16,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @cache
 def find_place(mount_service: Path) -> Place:
     """Return the place of this process; where the mount service answers, it is root's."""
-    if mount_service.is_socket():
+    if is_socket(mount_service):
         return Place.ROOT
     if os.geteuid() == 0:
         return Place.ROOT if may_mount() else Place.CONTAINER

@@ -26,6 +26,7 @@ from ...git.configuration import Remote
 from ...host.children import Child, in_memory, start
 from ...host.files import open_plain
 from ...host.processes import search_path
+from ...presence import exists
 from ...telemetry import masked
 from . import github_app
 from .upstream import Upstream
@@ -237,7 +238,7 @@ def _check_files(entry: CredentialSettings) -> None:
     """Open the files that ssh and git read themselves, whose errors would not name the entry."""
     for key in ("ssh_key", "known_hosts", "ca_file", "client_cert", "client_key"):
         path: Path | None = getattr(entry, key)
-        if path is None or (key == "known_hosts" and entry.accept_new and not path.exists()):
+        if path is None or (key == "known_hosts" and entry.accept_new and not exists(path)):
             continue
         _check_file(entry, key, path)
     if entry.ca_file or entry.client_cert:

@@ -23,6 +23,7 @@ from ...git.command import GitResult, lines_of
 from ...git.configuration import Remote
 from ...git.listing import RefList, list_refs
 from ...host.processes import memory_limit_bytes
+from ...presence import exists
 from ...protocol import ProgressSink
 from ...telemetry import masked
 from ...units import Backoff
@@ -371,7 +372,7 @@ class _Lineage:
 
     def _environment(self) -> dict[str, str]:
         shallow = self.objects / "cut"
-        return {"GIT_SHALLOW_FILE": str(shallow)} if shallow.exists() else {}
+        return {"GIT_SHALLOW_FILE": str(shallow)} if exists(shallow) else {}
 
 
 async def unmark(repository: Repository) -> None:
