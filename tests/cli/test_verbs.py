@@ -311,7 +311,7 @@ _HEAVY = {
     "asyncio", "anyio", "pydantic", "httpx", "ssl", "http.client", "subprocess", "tempfile", "logging.config", "toml",
     "mirrord.config", "mirrord.git", "mirrord.api", "mirrord.host", "mirrord.client._async",
 }  # fmt: skip
-EXEC_MODULES_MAX = 38
+EXEC_MODULES_MAX = 39
 ID = str(LEASE["id"])
 STATUS = {
     "version": "0.1.0",

@@ -765,6 +765,7 @@ def test_the_service_imports_little() -> None:
         "mirrord.errors",
         "mirrord.jsontext",
         "mirrord.model",
+        "mirrord.presence",
         "mirrord.quoting",
         "mirrord.host",
         *(f"mirrord.host.{room}" for room in (*rooms, "systemd")),

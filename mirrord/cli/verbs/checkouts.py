@@ -386,6 +386,7 @@ def find_id(session: Session, text: str) -> str:
         except CheckoutNotFoundError:
             continue
     message = f"cannot find the checkout of {shown(str(path))}: no held checkout has this path"
-    if not lexists(path) and "/" not in text:
-        message = f"cannot find checkout {shown(text)}: it is neither an id nor a path"
+    with suppress(OSError):
+        if "/" not in text and not lexists(path):
+            message = f"cannot find checkout {shown(text)}: it is neither an id nor a path"
     raise CheckoutNotFoundError(message, hint="see `mirrord checkouts`")
