@@ -119,7 +119,8 @@ _UPSTREAM_RULES = (
         (),
         r"authentication failed|could not read (?:username|password)|terminal prompts disabled"
         r"|returned error: 40[13]|permission denied \(|host key verification failed|access denied"
-        r"|no supported authentication",
+        # git 2.53, where credential.interactive is false
+        r"|no supported authentication|unable to get password from user",
         errors.UpstreamAuthError,
         "the repository may be private or absent: give a URL with credentials, or a key to the "
         "daemon's user; the daemon never prompts",

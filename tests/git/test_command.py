@@ -467,6 +467,7 @@ def test_a_disk_without_room_is_told_where_git_does_not_say_so(
             True,
             UpstreamAuthError,
         ),
+        ("fatal: unable to get password from user", True, UpstreamAuthError),
         (
             "Host key verification failed.\nfatal: Could not read from remote repository.",
             True,
