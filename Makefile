@@ -1,6 +1,6 @@
 # The developer interface. `make setup` creates .venv/bin/mirrord; other targets run it as needed.
 
-PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11 /usr/bin/python3.12 /usr/bin/python3.13) python3)
+PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11 /usr/bin/python3.12 /usr/bin/python3.13 /usr/bin/python3.14) python3)
 BIN := .venv/bin
 UPSTREAM ?=
 REPO ?=

@@ -5,6 +5,7 @@ import platform
 import re
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -96,13 +97,23 @@ def packages(settings: Settings) -> Result:
     missing, lines = [], []
     with suppress(PackageNotFoundError):
         lines = requires("mirrord") or []
-    for name in (re.split(r"[^A-Za-z0-9._-]", line)[0] for line in lines if "extra ==" not in line):
+    for name in (re.split(r"[^A-Za-z0-9._-]", line)[0] for line in lines if is_needed(line)):
         try:
             distribution(name)
         except PackageNotFoundError:
             missing.append(name)
     fact = f"missing: {', '.join(missing)}" if missing else "all installed"
     return judge(not missing, fact, "install mirrord with its dependencies")
+
+
+_OLDER_PYTHON = re.compile(r"python_version < ['\"](\d+)\.(\d+)")
+
+
+def is_needed(requirement: str) -> bool:
+    """Return whether a requirement is of no extra, and for this Python."""
+    older = _OLDER_PYTHON.search(requirement)
+    is_for_this = older is None or sys.version_info < (int(older[1]), int(older[2]))
+    return is_for_this and "extra ==" not in requirement
 
 
 def builds(settings: Settings) -> Result:

@@ -200,3 +200,17 @@ def test_a_catalog_that_is_gone_or_damaged_can_be_made_again(tmp_path: Path) -> 
     damaged = _checks(tmp_path)["catalog"]
     assert damaged.verdict == "fail"
     assert "move" in damaged.remedy
+
+
+@pytest.mark.parametrize(
+    ("requirement", "is_needed"),
+    [
+        ("anyio>=4.10", True),
+        ("uv>=0.13; extra == 'environments'", False),
+        ("backports-zstd>=1.8; python_version < '3.11'", False),
+        ('backports-zstd>=1.8; python_version < "3.99"', True),
+    ],
+)
+def test_a_requirement_of_older_pythons_is_not_missed(requirement: str, is_needed: bool) -> None:
+    """3.14 has Zstandard itself."""
+    assert host.is_needed(requirement) is is_needed
