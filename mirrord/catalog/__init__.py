@@ -30,7 +30,7 @@ from . import audits, changes, claims, datasets, fleet, mirrors, needs, spool
 from .audits import KEPT
 from .changes import MIRROR, RESTORED
 from .claims import REPAIR
-from .database import Database, Mode, migrate, prepare
+from .database import Database, Mode, migrate, no_room, prepare
 from .datasets import ALL_COMMITS, Choice, Servable
 from .mirrors import PINS
 from .schema import (
@@ -344,10 +344,7 @@ class Catalog:
         await self._reopen()
         # a worker opens the file itself, and in the other modes nobody else may
         if self._database.mode is not Mode.SHARED:
-            raise errors.DiskFullError(
-                f"cannot write the catalog {self._database.label}: the disk has no room beside it",
-                hint="free some space; nothing was changed",
-            )
+            raise no_room(self._database.label)
         try:
             if self._workers is not None:
                 return await self._workers.run(work, *args, timeout=timedelta(hours=1), **kwargs)

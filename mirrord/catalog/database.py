@@ -24,7 +24,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from .. import errors
-from ..host.files import is_read_only
+from ..host.room import write_fault
 from ..jsontext import dumps
 from ..places import how_to_get
 from ..presence import exists, matching
@@ -68,6 +68,7 @@ _BUSY_TIMEOUT_S = 60  # the longest write is a dataset of some 100,000 rows
 _CACHED_STATEMENTS = 16
 _NO_ROOM = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 _NO_ROOM |= {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL}
+_FAILED = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR}
 _MISTAKES = {"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"}
 _CONFLICTS = {"40001", "40P01"}  # of PostgreSQL: serialization failure, deadlock
 _BULK_TIMEOUT = timedelta(minutes=10)  # of one statement of an import or a migration
@@ -80,11 +81,18 @@ _DAMAGED_HINT = (
 class Database:
     """A pool of connections to a URL, or to a SQLite file with mode 0600.
 
-    Blocking and thread-safe. `statement_timeout` is for PostgreSQL. Raises InvalidUrlError,
-    ResourceError.
+    Blocking and thread-safe. `statement_timeout` is for PostgreSQL. With `is_second` the daemon has
+    it open, too, and it is opened in mode SHARED or not at all. Raises InvalidUrlError,
+    ResourceError, DiskFullError.
     """
 
-    def __init__(self, place: str | Path, statement_timeout: timedelta = _BULK_TIMEOUT) -> None:
+    def __init__(
+        self,
+        place: str | Path,
+        statement_timeout: timedelta = _BULK_TIMEOUT,
+        *,
+        is_second: bool = False,
+    ) -> None:
         self.url = _parse_place(place)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.mode = Mode.SHARED
@@ -98,7 +106,9 @@ class Database:
                         f"cannot open the catalog {path}: {error.strerror}",
                         hint="the state directory must exist and be writable by the daemon's user",
                     ) from error
-            self._engine, self.mode = _open_sqlite(self.url)
+            # in another mode the two would wait for each other's locks, a minute for each statement
+            modes = (Mode.SHARED,) if is_second else tuple(Mode)
+            self._engine, self.mode = _open_sqlite(self.url, modes)
         else:
             self._engine = _load_postgresql().open_engine(self.url, statement_timeout)
 
@@ -138,7 +148,7 @@ class Database:
     def reopen(self) -> None:
         """Open it in the first mode that has room. Must not be in use."""
         self._engine.dispose()
-        self._engine, self.mode = _open_sqlite(self.url)
+        self._engine, self.mode = _open_sqlite(self.url, tuple(Mode))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -163,10 +173,11 @@ class Database:
                 hint = "free space where PostgreSQL runs; nothing was changed, and it is retried"
                 message = f"{cannot_write}: {fact}"
                 raise errors.CatalogFullError(message, hint=hint, retry_after_s=10) from error
-            if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):
-                self.mode = Mode.FROZEN  # SQLite opened it read-only; the next write reopens it
+            if code in _FAILED and (fault := write_fault(Path(self.label).parent)):
+                if code == sqlite3.SQLITE_READONLY:
+                    self.mode = Mode.FROZEN  # opened so by SQLite; the next write reopens it
                 hint = "check dmesg; the daemon still serves from its caches"
-                message = f"{cannot_write}: its file system is read-only"
+                message = f"{cannot_write}: its file system {fault}"
                 raise errors.DiskFailedError(message, hint=hint) from error
             if code in ({sqlite3.SQLITE_FULL} if self.mode is Mode.SHARED else _NO_ROOM):
                 hint = "free some space; nothing was changed"
@@ -252,14 +263,27 @@ def _load_postgresql() -> ModuleType:
     return postgresql
 
 
-def _open_sqlite(url: URL) -> tuple[Engine, Mode]:
-    """Open it in the first mode that works; if none does, the first query raises the error."""
+def no_room(label: str) -> errors.DiskFullError:
+    """Return the error where only a mode other than SHARED has room."""
+    return errors.DiskFullError(
+        f"cannot write the catalog {label}: the disk has no room beside it",
+        hint="free some space; nothing was changed",
+    )
+
+
+def _open_sqlite(url: URL, modes: Sequence[Mode]) -> tuple[Engine, Mode]:
+    """Open it in the first mode that works; if none does, the first query raises the error.
+
+    Raises DiskFullError if SHARED is the only mode and the disk has no room for it.
+    """
     # SQLite 3.40 writes one byte of each 4 KB of `-shm` before it maps the file. With smaller
     # blocks the file has holes, and a write to one on a full disk kills the process with SIGBUS.
     disk = os.statvfs(Path(str(url.database)).parent)
     # `-shm` grows by 32 KiB
     has_room = disk.f_bsize >= 4096 or disk.f_bavail * disk.f_frsize >= 2 * 32768
-    for mode in Mode:
+    if not has_room and len(modes) == 1:
+        raise no_room(str(url.database))
+    for mode in modes:
         engine = _make_sqlite_engine(url, mode)
         if mode is Mode.SHARED and not has_room:
             reason = "no space left on device"
@@ -269,7 +293,7 @@ def _open_sqlite(url: URL) -> tuple[Engine, Mode]:
                     connection.exec_driver_sql("SELECT 1 FROM sqlite_master")
                 return engine, mode
             except DBAPIError as error:
-                if _sqlite_code(error) not in _NO_ROOM or mode is Mode.FROZEN:
+                if _sqlite_code(error) not in _NO_ROOM or mode is modes[-1]:
                     return engine, mode
                 reason = str(error.orig)
                 engine.dispose()
@@ -390,7 +414,7 @@ def migrate(place: str, to: str = HEAD) -> None:
     config = import_module("alembic.config").Config()
     # alembic's configuration is an INI file that interpolates %
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    with closing(Database(place)) as database:
+    with closing(Database(place, is_second=True)) as database:
         backup = _back_up(database) if database.is_sqlite else None
         with database.write() as connection:
             lock(connection, "schema")

@@ -220,14 +220,14 @@ def replace_dataset(
 
 @contextmanager
 def _reading(place: str) -> Iterator[Connection]:
-    with closing(Database(place)) as database, database.read() as connection:
+    with closing(Database(place, is_second=True)) as database, database.read() as connection:
         yield connection
 
 
 @contextmanager
 def _writing(place: str) -> Iterator[Connection]:
     """A write transaction; frees the disk space of its WAL at the end."""
-    with closing(Database(place)) as database:
+    with closing(Database(place, is_second=True)) as database:
         try:
             with database.write() as connection:
                 yield connection

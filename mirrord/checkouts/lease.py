@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
@@ -244,6 +244,16 @@ class Lease:
     def until(self, expires_at: datetime) -> "Lease":
         """Return the lease with another deadline."""
         return replace(self, terms=replace(self.terms, expires_at=expires_at))
+
+    def shifted(self, step: timedelta, now: datetime) -> "Lease":
+        """Return the lease after a step of the wall clock to `now`, with as much time left.
+
+        At most as much as it ever had: a machine without a clock of its own boots in 1970.
+        """
+        terms = self.terms
+        left = min(terms.expires_at - (now - step), terms.expires_at - terms.created_at)
+        created_at = min(terms.created_at + step, now)
+        return replace(self, terms=replace(terms, created_at=created_at, expires_at=now + left))
 
     def with_volumes(self, *volumes: Volume) -> "Lease":
         """Return the lease of a new checkout with volumes, whose container sees no store."""

@@ -194,6 +194,14 @@ class Leases:
                     os.unlink(f"{lease.directories.private}/{before.state}")
         self._set(lease)
 
+    def amend(self, lease: Lease) -> None:
+        """Replace a lease; where the disk refuses that, until the next start."""
+        try:
+            self.save(lease)
+        except (MirrordError, OSError) as error:
+            log.warning("lease.unsaved", checkout=lease.id, reason=str(error))
+            self._set(lease)
+
     def release(self, lease: Lease) -> Directories:
         """End the lease by renaming its directories; return what is left to remove."""
         gone = self.discard(lease.directories)

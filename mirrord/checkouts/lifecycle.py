@@ -6,7 +6,7 @@ crash it is whole or gone. A checkout whose proof fails is removed, and reported
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -47,7 +47,10 @@ class Lifecycle:
         for backend in self.backends.values():
             await backend.open()
         for directories in trash:
-            self._remove(self.leases.discard(directories), None)
+            # a read-only disk does not even rename: they are removed under their present names
+            with suppress(OSError):
+                directories = self.leases.discard(directories)
+            self._remove(directories, None)
         for lease in leases:
             if not await self._adopt(lease):
                 continue
@@ -68,9 +71,10 @@ class Lifecycle:
         else:
             return True
         if lease.terms.expires_at <= utc_now():
-            self.end(resetting(lease))
-        else:
-            self.leases.set_aside(lease.id, f"cannot show its tree: {reason}")
+            with suppress(OSError):
+                self.end(resetting(lease))
+                return False
+        self.leases.set_aside(lease.id, f"cannot show its tree: {reason}")
         return False
 
     async def close(self) -> None:
@@ -241,6 +245,9 @@ class Expiry:
 
     def __post_init__(self) -> None:
         self._closing = False
+        self._stuck: set[CheckoutId] = set()
+        # deadlines that steps of the wall clock left behind, and those steps
+        self._behind: dict[CheckoutId, tuple[datetime, timedelta]] = {}
         self._process_ended = asyncio.Event()
         self._processes = ProcessWatch(self._process_ended.set)
         self._watching: asyncio.Task[None] | None = None
@@ -274,6 +281,8 @@ class Expiry:
         """
         if self._closing:
             return 0
+        self.clock()  # tells of a step
+        self._catch_up()
         self._processes.keep_only(
             {lease.terms.bound_to for lease in self.leases if lease.terms.bound_to}
         )
@@ -290,11 +299,45 @@ class Expiry:
                     ttl = timedelta(seconds=max(volume.ttl_s for volume in mounted))
                     self.leases.save(current.until(self.clock() + ttl))
                     continue
-                self.lifecycle.end(current)
+                if not self._try_to_end(current):
+                    continue
             self.publish("checkout.expired", current)
             await self.trash.keep_up()
             count += 1
         return count
+
+    def follow(self, step: timedelta) -> None:
+        """Follow a step of the wall clock: each lease keeps the time that it had left."""
+        for lease in self.leases:
+            deadline, earlier = self._behind.get(lease.id, (None, timedelta()))
+            due = lease.terms.expires_at
+            self._behind[lease.id] = due, step + (earlier if deadline == due else timedelta())
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Move the deadlines that a step left behind, but of leases that a request works on."""
+        now = self.clock() if self._behind else None
+        for checkout, (deadline, step) in list(self._behind.items()):
+            lease = self.leases.find(checkout)
+            if now and lease and lease.terms.expires_at == deadline:
+                if self.lifecycle.is_locked(checkout):
+                    continue
+                self.leases.amend(lease.shifted(step, now))
+            del self._behind[checkout]
+
+    def _try_to_end(self, lease: Lease) -> bool:
+        """End a lease; on a disk that does not even rename, say so once, and leave it to the next
+        turn: neither a start nor the other leases depend on it.
+        """
+        try:
+            self.lifecycle.end(lease)
+        except OSError as error:
+            if lease.id not in self._stuck:
+                log.warning("checkout.not_ended", checkout=lease.id, reason=str(error))
+            self._stuck.add(lease.id)
+            return False
+        self._stuck.discard(lease.id)
+        return True
 
     def _is_over(self, lease: Lease) -> bool:
         return self._is_orphaned(lease) or lease.terms.expires_at <= self.clock()

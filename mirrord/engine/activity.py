@@ -199,15 +199,14 @@ class HealthMonitor:
     def _disk_reasons(self) -> list[str]:
         try:
             self._room.must_be_here()
-            disk = os.statvfs(self._state_dir)
+            os.statvfs(self._state_dir)
         except DiskFailedError as error:
             return [error.message]
         except OSError as error:
             return [f"cannot read the state directory {self._state_dir}: {error.strerror}"]
         reasons = []
-        # as ext4 mounts itself after an error (errors=remount-ro)
-        if disk.f_flag & os.ST_RDONLY:
-            reasons.append(f"the file system of {self._state_dir} is read-only")
+        if self._room.fault:
+            reasons.append(f"the file system of {self._state_dir} {self._room.fault}")
         if shortage := self._room.measure().shortage:
             fact = "is nearly full, new work is refused"
             reasons.append(f"the disk of {self._state_dir} {fact}: {shortage}")

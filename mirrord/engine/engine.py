@@ -7,6 +7,7 @@ If opening fails, the opened parts are closed.
 import asyncio
 import json
 import os
+import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -47,6 +48,7 @@ from ..host.namespaces.place import find_place
 from ..host.peers import Access
 from ..host.room import Room
 from ..host.trash import Trash, remove_trees
+from ..jobs.clock import WallClock
 from ..jobs.events import Events
 from ..jobs.operations import Operations
 from ..jobs.watch import Watch, signature_of
@@ -101,7 +103,8 @@ class Engine:
         self._config_fault: str | None = None
         self._reloading = asyncio.Lock()
         self._on_reload: list[Callable[[], Awaitable[None]]] = []
-        self.started_at = utc_now()
+        self.clock, self._began_s = WallClock(), time.monotonic()
+        self.started_at = self.clock()
         # what the catalog listed last, which is all that there is while it cannot be reached
         self._listed: tuple[list[Mirror], list[DatasetSummary], str] = [], [], "unknown"
         self.layout = Layout(settings.state_dir)
@@ -142,8 +145,8 @@ class Engine:
         finally:
             # after a failure too: a request that waits is told at once, not at the end of a drain
             self._opening_ended.set()
-        duration_s = (utc_now() - self.started_at).total_seconds()
-        self.events.publish("daemon.opened", duration_s=duration_s)
+        duration_s = time.monotonic() - self._began_s
+        self.events.publish("daemon.opened", duration_s=round(duration_s, 6))
 
     async def close(self) -> None:
         """Close what was opened, in reverse."""
@@ -151,6 +154,7 @@ class Engine:
 
     async def _open_stores(self) -> None:
         """Open catalog, mirrors and datasets."""
+        await self.room.look_for_fault()  # for health; a read-only disk stops no start
         self.git = Git(home=self.layout.home)
         self.workers = Workers(on_start=self._configure_log(), charge=self.gate.charge)
         self._closing.push_async_callback(self.workers.close)
@@ -265,12 +269,15 @@ class Engine:
             settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors=self.mirrors, datasets=self.datasets, templates=self.templates, overlay=overlay,
             environments=self.environment_store, access=self.access, events=self.events,
+            clock=self.clock,
             # made below
             environment_of=lambda row: self.environments.name_for(row),  # noqa: PLW0108
             cover_of=self.leaks.cover_of, trash=self.trash,
             prepare_image=lambda *named: self.environments.image_trees.ensure(*named),  # noqa: PLW0108
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
+        self.clock.on_step(self.checkouts.leasing.expiry.follow)
+        self.clock.on_step(self.templates.follow)
         self.volumes = Volumes(self.checkouts.leasing, self.checkouts.checkout, self.checkouts.fork)
         self.health.warn_by(self.checkouts.quotas.warnings)
         # a lease that could not be read may stand on any of them
@@ -353,7 +360,7 @@ class Engine:
             self.started_at, self.checkouts, self.work, cleanup, self.storage,
             self.monitor.sample,
         )  # fmt: skip
-        self.schedule = Schedule(jobs.table)
+        self.schedule = Schedule(jobs.table, clock=self.clock)
         await self._add_configured_mirrors()
         self._closing.push_async_callback(self.schedule.close)
         await self.schedule.open()

@@ -12,6 +12,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import anyio.to_thread
@@ -19,8 +20,15 @@ from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.interval import IntervalTrigger
 
 from ..checkouts.service import Checkouts
-from ..errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
+from ..errors import (
+    MirrordError,
+    UpstreamAuthError,
+    UpstreamNotFoundError,
+    from_problem,
+    host_error,
+)
 from ..host.processes import trim_memory
+from ..jobs.clock import WallClock
 from ..model import AuditLevel, MirrorName, utc_now
 from ..protocol import Audit, JobState, Operation, StartAudit
 from ..telemetry import log
@@ -56,6 +64,28 @@ class _LastRun:
     last_error: str | None = None
 
 
+class _Scheduler(AsyncIOScheduler):  # type: ignore[misc]
+    """apscheduler with its times moved before it reads them, where the wall clock was set.
+
+    Its timers are of the steady clock, so it wakes as often as before, but what it looks for are
+    times: after a step back no job would be due for as long as that was, after one of a year
+    forward it would list all 16 million runs of a job of each two seconds.
+    """
+
+    def __init__(self, look: Callable[[], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._look = look
+
+    def _process_jobs(self) -> float | None:
+        self._look()
+        wait_s: float | None = super()._process_jobs()
+        return wait_s
+
+
+# jobs that run more often count from their last run, others from recorded times
+_OFTEN = timedelta(hours=1)
+
+
 class Schedule:
     """Keeps apscheduler's jobs equal to the table that `jobs` returns.
 
@@ -63,15 +93,21 @@ class Schedule:
     """
 
     def __init__(
-        self, jobs: Callable[[], Awaitable[list[Job]]], *, delay: timedelta = timedelta(seconds=2)
+        self,
+        jobs: Callable[[], Awaitable[list[Job]]],
+        *,
+        clock: WallClock,
+        delay: timedelta = timedelta(seconds=2),
     ) -> None:
+        clock.on_step(self._follow)
         self._jobs = jobs
         self._delay = delay
         self._states: dict[str, _LastRun] = {}
         self._reconciling = asyncio.Lock()
         # timers keep the context in which they are made: a request's would run jobs as its user
         self._context = copy_context()
-        self._scheduler = AsyncIOScheduler(
+        self._scheduler = _Scheduler(
+            clock.look,
             timezone="UTC",
             # APScheduler 3 drops a run that is more than a second late
             job_defaults={"misfire_grace_time": None, "coalesce": True, "max_instances": 1},
@@ -128,7 +164,7 @@ class Schedule:
             return
         state.last_at = utc_now()
         try:
-            await state.job.run()
+            await _work(state.job)
             state.last_error = None
             state.backoff.reset()
             if state.job.jitter and self._next_at(name):
@@ -145,6 +181,12 @@ class Schedule:
             state.last_error = "an unexpected error; the daemon's log has the details"
             log.exception("job.crashed", job=name)
 
+    def _follow(self, step: timedelta) -> None:
+        """Follow a step of the wall clock. After one forward what is overdue is done, once."""
+        for name, state in self._states.items():
+            if (at := self._next_at(name)) and (step < timedelta() or state.job.interval < _OFTEN):
+                self._move(name, at + step)
+
     def _move(self, name: str, run_at: datetime) -> None:
         self._context.run(self._scheduler.modify_job, name, next_run_time=run_at)
 
@@ -158,7 +200,18 @@ class Schedule:
             return now + min(job.interval, self._delay)
         # after a long stop every mirror is overdue
         spread = job.jitter / 10 * _phase(job.name)
-        return max(_due_at(job, job.since), now + self._delay + spread)
+        # a recorded time of the future is of a clock that was wrong
+        return max(_due_at(job, min(job.since, now)), now + self._delay + spread)
+
+
+async def _work(job: Job) -> None:
+    """Run a job; raises a full or failed disk as our error, because that is no bug."""
+    try:
+        await job.run()
+    except OSError as error:
+        if problem := host_error(error, f"run {job.name}"):
+            raise problem from error
+        raise
 
 
 def _due_at(job: Job, since: datetime) -> datetime:
@@ -172,6 +225,11 @@ def _due_at(job: Job, since: datetime) -> datetime:
     earliest = since + min(job.jitter, job.interval / 2)
     phase = timedelta(seconds=earliest.timestamp()) % job.interval
     return earliest + (job.interval * _phase(job.name) - phase) % job.interval
+
+
+def _is_recent(time: datetime, span: timedelta) -> bool:
+    """Return whether a time is less than `span` past; a future one is of a wrong clock."""
+    return timedelta() <= utc_now() - time < span
 
 
 def _phase(name: str) -> float:
@@ -300,13 +358,13 @@ class Timetable:
             return  # for who asked for the mirror, and may cancel that
         if row and row.attempted_at:
             recent = min(_JUST_NOW, self.work.mirrors.settings().sync.interval / 2)
-            if utc_now() < row.attempted_at + recent:
+            if _is_recent(row.attempted_at, recent):
                 return
         if row and row.error and row.attempted_at and row.error.get("code") in _NOT_FOUND:
             interval = _NOT_FOUND_INTERVAL
             if row.synced_at:  # as long as it has failed for by now, which doubles
                 interval = min(row.attempted_at - row.synced_at, _WITHDRAWN_INTERVAL)
-            if utc_now() < row.attempted_at + interval:
+            if _is_recent(row.attempted_at, interval):
                 return
         await self._finish(self.work.sync(name))
 

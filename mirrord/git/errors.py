@@ -28,10 +28,19 @@ class _StderrRule(NamedTuple):
     hint: str
 
 
-_DISK_FULL = _StderrRule(
-    r"no space left on device|disk quota exceeded",
-    errors.DiskFullError,
-    "free space below the state directory; nothing was changed",
+# what git says where our disk takes nothing more, in whatever it does
+_DISK_RULES = (
+    _StderrRule(
+        # EFBIG: of RLIMIT_FSIZE; git's checksummed files are told without the system's words
+        r"no space left on device|disk quota exceeded|out of diskspace|file too large",
+        errors.DiskFullError,
+        "free space below the state directory; nothing was changed",
+    ),
+    _StderrRule(
+        r"read-only file system",
+        errors.DiskFailedError,
+        "see the kernel's log, then audit and heal",
+    ),
 )
 
 
@@ -344,7 +353,7 @@ def failure(
         fields["filter_ignored"] = True
     if upstream:
         return _upstream_failure(doing, stderr, fact, http, tuple(secrets), fields)
-    for rule in (_DISK_FULL, *_LOCAL_RULES):
+    for rule in (*_DISK_RULES, *_LOCAL_RULES):
         if re.search(rule.pattern, stderr, re.IGNORECASE):
             return rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **fields)
     hint = "see the daemon's log; audit the mirror"
@@ -359,8 +368,9 @@ def _upstream_failure(
     secrets: Sequence[str],
     fields: dict[str, Any],
 ) -> errors.MirrordError:
-    if re.search(_DISK_FULL.pattern, stderr, re.IGNORECASE):
-        return _DISK_FULL.error(f"cannot {doing}: {fact}", hint=_DISK_FULL.hint, **fields)
+    for disk in _DISK_RULES:
+        if re.search(disk.pattern, stderr, re.IGNORECASE):
+            return disk.error(f"cannot {doing}: {fact}", hint=disk.hint, **fields)
     for rule in _UPSTREAM_RULES:
         # GitHub's rate limits are a 403, which is otherwise a matter of credentials
         asks_to_wait = rule.error is errors.UpstreamThrottledError and (

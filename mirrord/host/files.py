@@ -69,12 +69,6 @@ class opened:  # noqa: N801  (used as a function; a generator would cost 1 µs m
         os.close(self._fd)
 
 
-def is_read_only(path: Path) -> bool:
-    """Return whether the file system is read-only: ext4 remounts itself so when a disk fails."""
-    # the flags are of the mount and of the file system, which is what ext4 remounts
-    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-
-
 def open_directory(path: str | Path) -> int:
     """Open a directory by a trusted path. Its last component may not be a symbolic link."""
     return os.open(path, _DIRECTORY)

@@ -4,6 +4,7 @@ Work that will write much asks first, and is refused while less than the reserve
 caches were evicted. Resets, releases, diffs and warm checkouts never ask.
 """
 
+import errno
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -70,6 +71,27 @@ def measure(place: Path, reserve_bytes: int) -> Space:
     return Space(disk.f_bavail * disk.f_frsize, reserve, disk.f_favail, inodes, size)
 
 
+# of the user namespace, which any owner of the directory may remove; nobody sets it
+_PROBE = "user.mirrord.probe"
+
+
+def write_fault(place: Path) -> str | None:
+    """Return why the file system of `place` takes no change at all, or None. Writes nothing.
+
+    It can wait for the disk, or until a frozen file system is thawed: not for the event loop.
+    """
+    try:
+        if os.statvfs(place).f_flag & os.ST_RDONLY:
+            return "is read-only"
+        # After an error ext4 (errors=remount-ro, since Linux 6.15) refuses changes without that
+        # flag, XFS after a shutdown, too. To remove what is not there begins a change like others.
+        os.removexattr(place, _PROBE)
+    except OSError as error:
+        if error.errno in (errno.EROFS, errno.EIO, errno.EUCLEAN):
+            return f"takes no changes ({error.strerror})"
+    return None
+
+
 async def _evict_nothing(_bytes: int) -> None:
     pass
 
@@ -87,6 +109,7 @@ class Room:
         self._lock = anyio.Lock()
         self._backoff = Backoff(_PAUSE, _LONGEST_PAUSE)
         self._not_before = 0.0
+        self.fault: str | None = None  # why nothing can be written, as `look` saw it last
         self.evict: Callable[[int], Awaitable[None]] = _evict_nothing
         self._held: list[tuple[Path, int, os.stat_result]] = []
 
@@ -136,6 +159,7 @@ class Room:
     async def look(self) -> Space:
         """Evict caches if little more than the reserve is free; return the space afterwards."""
         async with self._lock:  # waiting callers measure after the eviction
+            await self.look_for_fault()
             space = await anyio.to_thread.run_sync(self.measure)
             if space.is_low and time.monotonic() >= self._not_before:
                 missing = max(2 * space.reserve_bytes - space.free_bytes, space.reserve_bytes // 2)
@@ -148,6 +172,9 @@ class Room:
                     self._backoff.reset()
                 self._not_before = time.monotonic() + self._backoff.next().total_seconds()
             return space
+
+    async def look_for_fault(self) -> None:
+        self.fault = await anyio.to_thread.run_sync(write_fault, self._place)
 
 
 # has no reserve

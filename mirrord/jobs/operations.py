@@ -252,8 +252,9 @@ class Operations:
         except errors.MirrordError as error:
             problem = error
         except Exception as error:
-            log.exception("operation.crashed", kind=kind, subject=subject)
             problem = errors.unexpected(error, f"finish {work}")
+            if isinstance(problem, errors.InternalError):  # a full or failed disk is no bug
+                log.exception("operation.crashed", kind=kind, subject=subject)
         failure = Problem.from_json(problem.problem()) if problem else None
         record.operation = replace(
             record.operation, state=state, result=result, error=failure, finished_at=utc_now()

@@ -4,6 +4,7 @@ A first clone is made in quarantine and renamed, so a mirror that exists is comp
 """
 
 import re
+import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class Mirrors(Inventory):
         retry_faults: bool,
         work: SharedWork[protocol.Synced],
     ) -> protocol.Synced:
-        started_at = utc_now()
+        started_at, began_s = utc_now(), time.monotonic()
         work.report(protocol.Progress(unit="syncs", note=protocol.QUEUED))
         await self._hosts.wait(parse_upstream((await self.get(str(name))).url).host)
         try:
@@ -143,7 +144,7 @@ class Mirrors(Inventory):
         if to := result.redirected_to:
             url = mask_url(row.url)
             self.events.publish("mirror.redirected", mirror=str(row.name), url=url, to=to)
-        took = round((utc_now() - started_at).total_seconds(), 3)
+        took = round(time.monotonic() - began_s, 3)
         fields = {"summary": result.summary, "faults": len(result.faults), "duration_s": took}
         self.events.publish("mirror.synced", mirror=str(row.name), changed=result.changed, **fields)
         return result

@@ -192,7 +192,8 @@ class StoreBuilder:
                 disk.read_records, self._directory(name), name
             ):
                 stores.setdefault(store.path, store)
-                self.used_at.setdefault(store.path, used_at)
+                # a time of the future is of a clock that was wrong
+                self.used_at.setdefault(store.path, min(used_at, time.time()))
             self._read.add(name.key)
         return list(stores.values())
 

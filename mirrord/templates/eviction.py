@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -70,6 +71,12 @@ class Eviction:
         self.knows_all: Callable[[], bool] = lambda: True
         self.evicted = 0
         self.size_bytes: int | None = None
+
+    def follow(self, step: timedelta) -> None:
+        """Follow a step of the wall clock: what was used an hour ago still was."""
+        self._noted_at += step.total_seconds()
+        for path in self.stores.used_at:
+            self.stores.used_at[path] += step.total_seconds()
 
     async def is_full(self) -> bool:
         """Return whether less than a tenth of `template_bytes` is free."""
@@ -171,7 +178,7 @@ class Eviction:
         templates = inventory.templates
         async with templates.changes.turn():
             # asked again: a checkout may have begun since the stores were listed
-            is_used = self.stores.used_at.get(path, 0.0) > used_at
+            is_used = self.stores.used_at.get(path, used_at) != used_at
             is_held = path in self.registry.held or path in self.stores.held
             if is_used or is_held or not self.knows_all():
                 return None

@@ -105,6 +105,7 @@ class Templates:
         self._eviction = Eviction(self.settings, self._registry, self.stores, self.events)
         self.open = self._registry.open
         self.is_full = self._eviction.is_full
+        self.follow = self._eviction.follow
         self.weigh = self._eviction.weigh
         self._hits = self._misses = 0
         self._found: dict[StoreKey, Template] = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from mirrord.errors import (
     TooManyCheckoutsError,
 )
 from mirrord.host.peers import Peer
-from mirrord.model import Backend, History, View
+from mirrord.model import Backend, CheckoutId, History, View, utc_now
 from mirrord.protocol import Checkout, RenewCheckout, ResetAnswer, ResetCheckout, StartCheckout
 
 pytestmark = pytest.mark.root
@@ -188,6 +190,44 @@ def test_an_expired_lease_is_released_and_a_renewed_one_is_not(service: Service)
         renewed.id
     ]
     assert not Path(short.path).exists()
+
+
+def test_a_step_of_the_wall_clock_ends_no_lease_and_delays_no_end(service: Service) -> None:
+    """Each keeps the time it had left, on disk too; one that a request works on gets it afterwards."""
+    expiry, leases = service.checkouts.leasing.expiry, service.checkouts.leases
+    made = [start(service, instance="psf__requests@v1", ttl=60) for _ in range(2)]
+    held, busy = (CheckoutId(checkout.id) for checkout in made)
+    count = 0
+
+    async def step(to: timedelta) -> None:
+        nonlocal count
+        async with service.checkouts.lifecycle.locked(busy):
+            by, service.now_shift = to - service.now_shift, to
+            expiry.follow(by)
+            assert await service.checkouts.expire() == 0
+            await service.checkouts.renew(held, RenewCheckout(ttl=60), USER_PEER)
+        count += await service.checkouts.expire()
+
+    for hours in (3, 8766, -5, 0):
+        service.call(partial(step, timedelta(hours=hours)))
+        now = utc_now() + service.now_shift
+        for checkout in (held, busy):
+            file = leases.directories(checkout).private / "lease.json"
+            on_disk = datetime.fromisoformat(json.loads(file.read_text())["terms"]["expires_at"])
+            assert timedelta(seconds=20) < on_disk - now <= timedelta(seconds=60)
+    assert count == 0
+    service.now_shift += timedelta(seconds=61)
+    assert service.call(service.checkouts.expire) == 2
+
+
+def test_a_lease_from_before_the_clock_was_set_keeps_at_most_what_it_had(service: Service) -> None:
+    """A machine without a clock of its own boots in 1970, and NTP corrects that later."""
+    made = start(service, instance="psf__requests@v1", ttl=60)
+    lease = service.checkouts.leases.get(made.id)
+    step = timedelta(days=20_000)
+    moved = lease.shifted(step, lease.terms.created_at + timedelta(days=1))
+    assert moved.terms.expires_at - lease.terms.created_at == timedelta(days=1, seconds=60)
+    assert moved.terms.created_at <= lease.terms.created_at + timedelta(days=1)
 
 
 def test_many_clients_at_once_lose_nothing(service: Service) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,11 @@ import pytest
 from daemons import Daemon
 from gitrepos import Upstream
 from mount_table import mount_lines
+from waiting import until
+
+from mirrord.catalog.database import Database, prepare
+from mirrord.errors import DiskFullError
+from mirrord.host.room import write_fault
 
 pytestmark = pytest.mark.root
 
@@ -25,7 +32,7 @@ class Disk:
 
     def __init__(self, root: Path, kind: str) -> None:
         self.at = root / "disk"
-        self._kind = kind
+        self.kind = kind
         self._ballast: list[Path] = []
         image = root / "image"
         subprocess.run(["truncate", "-s", "64M", image], check=True)
@@ -38,15 +45,15 @@ class Disk:
             pytest.skip("this machine has no loop devices")
 
     def shut(self) -> None:
-        if self._kind == "read-only":
+        if self.kind == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", self.at], check=True)
-        elif self._kind == "no blocks":
+        elif self.kind == "no blocks":
             self._fill(self.at / "ballast")
         else:
             self._use_up()
 
     def open(self) -> None:
-        if self._kind == "read-only":
+        if self.kind == "read-only":
             subprocess.run(["mount", "-o", "remount,rw", self.at], check=True)
         for path in self._ballast:
             path.unlink()
@@ -101,6 +108,33 @@ def done(it: Daemon, method: str, path: str, body: Any = None) -> dict[str, Any]
     return answer
 
 
+def leave_something_to_remove(state: Path, over: str) -> list[Path]:
+    """A lease that ended while no daemon ran, a half-made checkout, a spare tree, a released one."""
+    file = state / "leases" / over / "lease.json"
+    lease = json.loads(file.read_text())
+    lease["terms"]["expires_at"] = "2020-01-01T00:00:00+00:00"
+    file.write_text(json.dumps(lease))
+    kinds = ("leases", "checkouts")
+    made = [state / kind / f"{name}half" for kind in kinds for name in ("", ".warm-", ".trash-")]
+    for path in made:
+        path.mkdir()
+    return [*made, *(state / kind / over for kind in kinds)]
+
+
+@pytest.mark.parametrize("disk", ["no blocks"], indirect=True)
+def test_a_second_process_does_not_wait_for_a_catalog_without_room(disk: Disk) -> None:
+    """A worker that imports rows: opened as for one process alone, it would wait minutes for the daemon's connections."""
+    path = disk.at / "catalog.sqlite3"
+    with closing(Database(path)) as first:
+        prepare(first)
+        disk.shut()
+        with pytest.raises(DiskFullError, match="no room beside it"):
+            Database(path, is_second=True)
+        disk.open()
+        with closing(Database(path, is_second=True)) as second, second.write():
+            pass
+
+
 @pytest.mark.parametrize("end", [Daemon.stop, Daemon.kill], ids=["stopped", "killed"])
 def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
     disk: Disk,
@@ -134,7 +168,10 @@ def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
             done(it, "POST", "/v1/datasets?name=lite&filename=lite.jsonl", row)["state"] == "done"
         )
         held = it.json("POST", "/v1/checkouts", {"instance": "a"})
+        over = it.json("POST", "/v1/checkouts", {"instance": "a"})["id"]
         end(it)
+        # elsewhere its removal would make room
+        left = leave_something_to_remove(it.state_dir, over) if disk.kind == "read-only" else []
         disk.shut()
         it.start()
 
@@ -152,6 +189,7 @@ def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
         ]
 
         disk.open()
+        until(lambda: not [path for path in left if path.exists()])
         for write in writes:
             answer = done(it, *write)
             assert not answer.get("code") and not answer.get("error"), answer
@@ -161,3 +199,20 @@ def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
     finally:
         if it.process is not None:
             it.stop()
+
+
+@pytest.mark.parametrize("disk", ["read-only"], indirect=True)
+def test_a_disk_that_refuses_changes_after_an_error_is_told(disk: Disk) -> None:
+    """ext4 mounted with errors=remount-ro says so since Linux 6.15 by no flag, only by EROFS; nothing is written to see it."""
+    remount = ["mount", "-o", "remount,errors=remount-ro", str(disk.at)]
+    subprocess.run(remount, check=True)
+    os.sync()
+    before = disk.at.stat().st_ctime_ns
+    assert write_fault(disk.at) is None
+    assert disk.at.stat().st_ctime_ns == before
+    device = next(line.split()[2] for line in mount_lines() if f" {disk.at} " in line)
+    name = Path(f"/sys/dev/block/{device}").resolve().name
+    Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("a test")
+    with pytest.raises(OSError, match="Read-only file system"):
+        (disk.at / "new").touch()
+    assert write_fault(disk.at) in {"is read-only", "takes no changes (Read-only file system)"}

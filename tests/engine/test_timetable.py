@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -15,6 +16,7 @@ from waiting import BOUND_S
 
 from mirrord.engine.timetable import Job, Schedule
 from mirrord.errors import ResourceError, UpstreamNotFoundError, UpstreamThrottledError
+from mirrord.jobs.clock import WallClock
 from mirrord.model import utc_now
 from mirrord.telemetry import bind_request
 from mirrord.workers.turns import Askers
@@ -28,13 +30,13 @@ async def nothing() -> None:
     """A job with nothing to do."""
 
 
-async def opened(*jobs: Job) -> tuple[Schedule, list[Job]]:
+async def opened(*jobs: Job, clock: WallClock | None = None) -> tuple[Schedule, list[Job]]:
     table = list(jobs)
 
     async def read() -> list[Job]:
         return table
 
-    schedule = Schedule(read, delay=timedelta(seconds=0.02))
+    schedule = Schedule(read, clock=clock or WallClock(), delay=timedelta(seconds=0.02))
     await schedule.open()
     return schedule, table
 
@@ -104,6 +106,42 @@ async def test_what_happened_before_the_start_counts() -> None:
     assert found["overdue"] is not None
     assert abs(found["recent"] - (now + 5 * HOUR)) < timedelta(seconds=1)
     assert found["overdue"] - now < timedelta(minutes=1)
+    await schedule.close()
+
+
+async def test_recorded_times_of_the_future_do_not_delay_a_job() -> None:
+    """The clock was a year ahead, and was set right while no daemon ran."""
+    late = Job("late", HOUR, nothing, since=utc_now() + 9000 * HOUR)
+    schedule, _ = await opened(late)
+    (state,) = schedule.states()
+    assert state.next_at is not None
+    assert state.next_at - utc_now() <= HOUR
+    await schedule.close()
+
+
+@pytest.mark.parametrize("step", [-9 * HOUR, 9 * HOUR])
+async def test_jobs_follow_a_step_of_the_wall_clock(step: timedelta) -> None:
+    """Else none is due for as long as the clock was set back; after one forward what is overdue is due at once."""
+    shift, told = timedelta(), anyio.Event()
+
+    async def run() -> None:
+        nonlocal shift
+        shift = step  # apscheduler, which wakes for the next run, sees it
+
+    clock = WallClock(lambda: time.time() + shift.total_seconds())
+    often, seldom = every(timedelta(seconds=0.02), run, "often"), every(20 * HOUR, name="seldom")
+    schedule, _ = await opened(often, seldom, clock=clock)
+    clock.on_step(lambda _: told.set())
+    before = {state.name: state.next_at for state in schedule.states()}
+    with anyio.fail_after(20):
+        await told.wait()
+    after = {state.name: state.next_at for state in schedule.states()}
+    assert before["seldom"]
+    assert after["seldom"]
+    moved = after["seldom"] - before["seldom"]
+    assert abs(moved - min(step, timedelta())) < timedelta(seconds=1)
+    assert after["often"] is not None
+    assert (after["often"] > utc_now() + 8 * HOUR) == (step > timedelta())
     await schedule.close()
 
 

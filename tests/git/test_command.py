@@ -21,6 +21,7 @@ from waiting import BOUND_S
 from mirrord.errors import (
     CorruptObjectError,
     DeadlineError,
+    DiskFailedError,
     DiskFullError,
     GitFailedError,
     GitKilledError,
@@ -462,6 +463,9 @@ def test_a_disk_without_room_is_told_where_git_does_not_say_so(
     [
         ("fatal: write error: No space left on device", True, DiskFullError),
         ("error: unable to write file: Disk quota exceeded", False, DiskFullError),
+        ("fatal: sha1 file 'p' write error. Out of diskspace", False, DiskFullError),
+        ("fatal: unable to create 'p': Read-only file system", False, DiskFailedError),
+        ("fatal: unable to create 'p': Read-only file system", True, DiskFailedError),
         (
             "fatal: could not read Username for 'https://x': terminal prompts disabled",
             True,

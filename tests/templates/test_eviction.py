@@ -229,6 +229,28 @@ def test_a_commit_that_nothing_names_goes_some_time_after_its_last_checkout(
     run(tmp_path, upstream, test)
 
 
+def test_a_step_of_the_wall_clock_makes_no_template_old_or_new(
+    make_upstream: Callable[[str], Upstream], tmp_path: Path
+) -> None:
+    """Nor does a use that was recorded in the future keep one for ever."""
+    upstream = make_upstream("up")
+    commits = whole_trees(upstream, 2)
+
+    async def test(store: Store) -> None:
+        for commit in commits:
+            await store.ensure(commit)
+        used_at = dict(store.stores.used_at)
+        store.templates.follow(timedelta(days=365))
+        later = {path: time + 365 * 86400 for path, time in used_at.items()}
+        assert store.stores.used_at == pytest.approx(later)
+        age(store, commits, timedelta(days=-365))
+        again = await store.reopened()
+        assert await again.templates.evict() == 0
+        assert max(again.stores.used_at.values()) <= datetime.now(timezone.utc).timestamp()
+
+    run(tmp_path, upstream, test)
+
+
 def test_a_collection_evicts_all_that_is_not_needed(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:

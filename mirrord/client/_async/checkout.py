@@ -467,13 +467,14 @@ class AsyncRenewal:
         self._lock = threading.Lock()
         # a handle that the program dropped must not live on, and be renewed, because of this
         self._held: WeakValueDictionary[str, AsyncCheckout] = WeakValueDictionary()
-        self._due: dict[str, float] = {}
+        # by the clock that nobody sets: when to renew, and when the lease ends
+        self._due: dict[str, tuple[float, float]] = {}
         self._worker: AsyncWorker | None = None
 
     def hold(self, checkout: AsyncCheckout) -> None:
         with self._lock:
             self._held[checkout.id] = checkout
-            self._due[checkout.id] = _next_renewal(checkout.expires_at)
+            self._due[checkout.id] = _next_renewal(_seconds_to(checkout.expires_at))
             if self._worker is None or not self._worker.is_running:
                 self._worker = AsyncWorker(self._work)
             else:
@@ -481,9 +482,12 @@ class AsyncRenewal:
 
     def move(self, checkout: str, expires_at: datetime) -> None:
         """Follow the new deadline of a lease."""
+        self._schedule(checkout, _seconds_to(expires_at))
+
+    def _schedule(self, checkout: str, left: float) -> None:
         with self._lock:
             if checkout in self._due:
-                self._due[checkout] = _next_renewal(expires_at)
+                self._due[checkout] = _next_renewal(left)
                 if self._worker is not None:
                     self._worker.wake()
 
@@ -506,14 +510,14 @@ class AsyncRenewal:
         while True:
             # a copy: leases are added and dropped while one is renewed
             for identity, due in list(self._due.items()):
-                if due <= time.monotonic():
+                if due[0] <= time.monotonic():
                     await self._renew(identity)
             with self._lock:
                 # in the lock: who adds a lease next finds either this worker or none
                 if not self._due:
                     self._worker = None
                     return
-                pause = min(self._due.values()) - time.monotonic()
+                pause = min(self._due.values())[0] - time.monotonic()
             await worker.wait(max(pause, 0))
 
     async def _renew(self, identity: str) -> None:
@@ -530,16 +534,21 @@ class AsyncRenewal:
 
             message = "cannot renew checkout %s, which expires at %s: %s"
             logging.getLogger("mirrord").warning(message, identity, checkout.expires_at, error)
-            if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= model.utc_now():
+            left = self._due.get(identity, (0.0, 0.0))[1] - time.monotonic()
+            if isinstance(error, CheckoutNotFoundError) or left <= 0:
                 self.drop(identity)
-            self.move(identity, checkout.expires_at)
+            self._schedule(identity, left)
 
 
 # of a lease that has expired, or lives for less than that: no loop without a pause
 _RENEWAL_MIN_SECONDS = 0.05
 
 
-def _next_renewal(expires_at: datetime) -> float:
-    left = (expires_at - model.utc_now()).total_seconds()
+def _next_renewal(left: float) -> tuple[float, float]:
+    now = time.monotonic()
     # of what is left: after a failure the attempts come closer together
-    return time.monotonic() + max(left / 3, _RENEWAL_MIN_SECONDS)
+    return now + max(left / 3, _RENEWAL_MIN_SECONDS), now + left
+
+
+def _seconds_to(expires_at: datetime) -> float:
+    return (expires_at - model.utc_now()).total_seconds()
