@@ -69,6 +69,17 @@ class opened:  # noqa: N801  (used as a function; a generator would cost 1 µs m
         os.close(self._fd)
 
 
+def list_attributes(place: int | str, *, follow_symlinks: bool = True) -> list[str]:
+    """Return the names of the extended attributes; none on a file system that has none."""
+    try:
+        return os.listxattr(place, follow_symlinks=follow_symlinks)
+    except OSError as error:
+        # NFS of version 3 and most of FUSE
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return []
+        raise
+
+
 def open_directory(path: str | Path) -> int:
     """Open a directory by a trusted path. Its last component may not be a symbolic link."""
     return os.open(path, _DIRECTORY)

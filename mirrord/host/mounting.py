@@ -285,11 +285,12 @@ def _probe_as(state_dir: Path, mounter: Mounter, mapped: Owner | None) -> None:
     name = new_checkout_id()
     public, private = state_dir / "checkouts" / name, state_dir / "leases" / name
     tree = public / "tree"
-    for path in (tree, private / "layer" / "upper", private / "layer" / "work"):
-        path.mkdir(mode=0o700, parents=True)
     terms = {"owner_uid": owner[0], "owner_gid": owner[1]}
-    (private / "lease.json").write_text(json.dumps({"terms": terms}))
     try:
+        for path in (tree, private / "layer" / "upper", private / "layer" / "work"):
+            path.mkdir(mode=0o700, parents=True)
+        # never by its last name: a start would take what a kill or a full disk left for a checkout
+        (private / "lease.json.new").write_text(json.dumps({"terms": terms}))
         with opened(mounter.make(OverlayOrder(name, "layer", (PROBE_LAYER,), mapped))) as mount:
             mounter.attach(name, mount)
         try:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import ResourceError
-from .files import open_child, open_regular, open_unnoticed
+from .files import list_attributes, open_child, open_regular, open_unnoticed
 
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
@@ -292,7 +292,7 @@ class ActingAs:
             return fd
         # with an ACL, the group bits of a mode are its mask and not the group's rights
         group = 3 if st.st_gid == self.owner[1] else 0
-        has_list = "system.posix_acl_access" in os.listxattr(fd)
+        has_list = "system.posix_acl_access" in list_attributes(fd)
         if not has_list and st.st_mode >> group & bits == bits:
             return fd
         os.close(fd)

@@ -13,6 +13,7 @@ from ..errors import full_disk_named
 from ..git.modes import DIRECTORY, SUBMODULE, SYMLINK, file_mode
 from ..host.files import (
     CREATE,
+    list_attributes,
     make_whiteout,
     open_child,
     open_directory,
@@ -206,7 +207,7 @@ def read_attributes(file: int) -> dict[str, bytes]:
     """
     return {
         name: os.getxattr(file, name)
-        for name in os.listxattr(file)
+        for name in list_attributes(file)
         if name.startswith("user.") and not name.startswith("user.overlay.")
     }
 

@@ -160,7 +160,7 @@ class TreeReader:
             directory, _ = self.locate(path + b"/" if path else b"")
         except OSError:
             return None
-        is_plain = not os.listxattr(directory) and not files.is_locked(directory)
+        is_plain = not files.list_attributes(directory) and not files.is_locked(directory)
         return Look(set(files.names_in(directory)), is_plain)
 
     def leave(self, path: bytes) -> None:

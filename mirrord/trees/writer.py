@@ -204,7 +204,7 @@ class TreeWriter:
             with self.owner.aside():
                 files.unlock(fd, b".")
         # ACLs are among them
-        for attribute in os.listxattr(fd):
+        for attribute in files.list_attributes(fd):
             os.removexattr(fd, attribute)
         if stat.S_IMODE(os.fstat(fd).st_mode) != 0o755:
             os.fchmod(fd, 0o755)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mirrord.host import files
 from mirrord.host.files import opened, read_flags
 from mirrord.trees.pooled import has_top
 
@@ -42,3 +45,22 @@ def test_flags_that_cannot_be_read_are_not_clear(tmp_path: Path) -> None:
         read_flags(place)
     with opened(os.open(tmp_path, os.O_RDONLY)) as directory:
         assert isinstance(read_flags(directory), int)
+
+
+@pytest.mark.root
+def test_a_file_system_without_extended_attributes_has_none(tmp_path: Path) -> None:
+    """Most of FUSE, and NFS of version 3, answer EOPNOTSUPP; a tree there is written and read all the same."""
+    if not shutil.which("bindfs"):
+        pytest.skip("this machine has no bindfs")
+    below, place = tmp_path / "below", tmp_path / "place"
+    below.mkdir()
+    place.mkdir()
+    os.setxattr(below, "user.there", b"1")
+    assert files.list_attributes(str(below)) == ["user.there"]
+    subprocess.run(["bindfs", "--xattr-none", below, place], check=True)
+    try:
+        with pytest.raises(OSError, match="not supported"):
+            os.listxattr(place)
+        assert files.list_attributes(str(place)) == []
+    finally:
+        subprocess.run(["umount", place], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ from mounted_templates import GIT, KERNELS, TREE, Lab, mounted_below, mounted_te
 from mirrord.errors import BackendUnavailableError, CheckoutBusyError
 from mirrord.host import mount_tables, mounts
 from mirrord.host.files import opened
-from mirrord.host.mounting import LocalMounter
+from mirrord.host.mounting import LocalMounter, probe_overlay
 from mirrord.host.overlays import MappedTemplates, OverlayOrder
 from mirrord.host.processes import Capability, has_capabilities
 from mirrord.host.trash import remove_tree
@@ -426,3 +427,32 @@ def test_a_failed_removal_restores_moved_directories(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["checkout"]
     remove_tree(tmp_path / "checkout")
     assert os.listdir(tmp_path) == []
+
+
+class _RefusingMounter(LocalMounter):
+    """Makes no mount, and remembers what a kill at that moment would leave of the lease."""
+
+    def __init__(self, state: Path) -> None:
+        super().__init__(state)
+        self.left: list[list[str]] = []
+        self._leases = state / "leases"
+
+    def make(self, _order: OverlayOrder) -> int:
+        self.left += [sorted(os.listdir(path)) for path in self._leases.iterdir()]
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.root
+def test_a_trial_that_ends_early_leaves_no_lease(tmp_path: Path) -> None:
+    """A start on a full disk, or a kill of it: the next start would set a torn lease aside."""
+    for name in ("leases", "checkouts", "templates"):
+        (tmp_path / name).mkdir()
+    mounter = _RefusingMounter(tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        probe_overlay(tmp_path, mounter)
+    assert mounter.left == [["layer", "lease.json.new"]]
+    assert not [
+        path
+        for name in ("leases", "checkouts", "templates")
+        for path in (tmp_path / name).iterdir()
+    ]

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, cast
 
 from ...errors import InvalidImageError, full_disk_named
-from ...host.files import entries_in, make_whiteout, open_child, open_directory, open_plain, opened
+from ...host.files import (
+    entries_in,
+    list_attributes,
+    make_whiteout,
+    open_child,
+    open_directory,
+    open_plain,
+    opened,
+)
 from ...model import ENVIRONMENT_FILES_LIMIT, ENVIRONMENT_PATH_LIMIT_BYTES, TREE_DEPTH_LIMIT, shown
 
 # as Go's reader of archives; Python's would read a header of any size into memory
@@ -233,7 +241,7 @@ def _shown(path: str, layers: Sequence[Path]) -> os.stat_result | None:
 
 def _strip(directory: int, dropped: Counter[str]) -> None:
     # with userxattr overlayfs obeys `user.overlay.*` of a layer
-    for attribute in os.listxattr(directory):
+    for attribute in list_attributes(directory):
         os.removexattr(directory, attribute)
     for name, kind in entries_in(directory):
         if kind == stat.S_IFDIR:
@@ -249,7 +257,7 @@ def _strip(directory: int, dropped: Counter[str]) -> None:
                 os.chmod(name, stat.S_IMODE(st.st_mode) & ~_SET_ID, dir_fd=directory)
             # os.listxattr takes no dir_fd
             path = f"/proc/self/fd/{directory}/{os.fsdecode(name)}"
-            for attribute in os.listxattr(path, follow_symlinks=False):
+            for attribute in list_attributes(path, follow_symlinks=False):
                 os.removexattr(path, attribute, follow_symlinks=False)
         elif kind != stat.S_IFLNK:
             dropped["devices, pipes and sockets"] += 1
