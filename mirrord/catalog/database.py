@@ -1,9 +1,8 @@
 """Connect to the catalog's database, translate its errors, migrate its schema.
 
-SQLite in WAL mode (a reader never waits, a crash loses nothing committed), on btrfs and its like
-with a rollback journal, or PostgreSQL by URL. A read is one snapshot, a write one transaction. On
-PostgreSQL other daemons write at the same time: each statement sees what is committed, and writes
-that must not interleave take a `lock` first.
+SQLite in WAL mode (a reader never waits, a crash loses nothing committed), or PostgreSQL by URL. A
+read is one snapshot, a write one transaction. On PostgreSQL other daemons write at the same time:
+each statement sees what is committed, and writes that must not interleave take a `lock` first.
 """
 
 import os
@@ -25,7 +24,6 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from .. import errors
-from ..host.mount_tables import copies_on_write
 from ..host.room import write_fault
 from ..jsontext import dumps
 from ..places import how_to_get
@@ -64,9 +62,6 @@ _PRAGMAS = {
     Mode.ALONE: ("locking_mode = EXCLUSIVE", *_WAL),
     Mode.FROZEN: ("foreign_keys = ON",),
 }
-# Without the mapped `-shm`, where even a reader that writes its mark there dies of a full disk. A
-# commit waits for readers, and they for it.
-_ROLLBACK = ("journal_mode = TRUNCATE", "synchronous = FULL", "foreign_keys = ON")
 _BUSY_TIMEOUT_S = 60  # the longest write is a dataset of some 100,000 rows
 # of each connection, instead of the driver's 128. A list of ids is another statement for each of
 # its lengths, of 3 to 113 KiB: a daemon held 452 of them, 40 KiB each, after some imports
@@ -111,8 +106,9 @@ class Database:
                         f"cannot open the catalog {path}: {error.strerror}",
                         hint="the state directory must exist and be writable by the daemon's user",
                     ) from error
-            # in another mode two would wait for each other's locks, a minute for each statement
-            self._engine, self.mode = _open_sqlite(self.url, is_second=is_second)
+            # in another mode the two would wait for each other's locks, a minute for each statement
+            modes = (Mode.SHARED,) if is_second else tuple(Mode)
+            self._engine, self.mode = _open_sqlite(self.url, modes)
         else:
             self._engine = _load_postgresql().open_engine(self.url, statement_timeout)
 
@@ -152,7 +148,7 @@ class Database:
     def reopen(self) -> None:
         """Open it in the first mode that has room. Must not be in use."""
         self._engine.dispose()
-        self._engine, self.mode = _open_sqlite(self.url, is_second=False)
+        self._engine, self.mode = _open_sqlite(self.url, tuple(Mode))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -275,26 +271,20 @@ def no_room(label: str) -> errors.DiskFullError:
     )
 
 
-def _open_sqlite(url: URL, *, is_second: bool) -> tuple[Engine, Mode]:
+def _open_sqlite(url: URL, modes: Sequence[Mode]) -> tuple[Engine, Mode]:
     """Open it in the first mode that works; if none does, the first query raises the error.
 
     Raises DiskFullError if SHARED is the only mode and the disk has no room for it.
     """
-    directory = Path(str(url.database)).parent
-    has_wal = not copies_on_write(directory)
-    modes = tuple(Mode) if has_wal else (Mode.SHARED, Mode.FROZEN)
-    if is_second:
-        modes = (Mode.SHARED,)
     # SQLite 3.40 writes one byte of each 4 KB of `-shm` before it maps the file. With smaller
     # blocks the file has holes, and a write to one on a full disk kills the process with SIGBUS.
-    disk = os.statvfs(directory)
+    disk = os.statvfs(Path(str(url.database)).parent)
     # `-shm` grows by 32 KiB
-    has_room = not has_wal or disk.f_bsize >= 4096 or disk.f_bavail * disk.f_frsize >= 2 * 32768
+    has_room = disk.f_bsize >= 4096 or disk.f_bavail * disk.f_frsize >= 2 * 32768
     if not has_room and len(modes) == 1:
         raise no_room(str(url.database))
     for mode in modes:
-        pragmas = _PRAGMAS[mode] if has_wal or mode is Mode.FROZEN else _ROLLBACK
-        engine = _make_sqlite_engine(url, mode, pragmas)
+        engine = _make_sqlite_engine(url, mode)
         if mode is Mode.SHARED and not has_room:
             reason = "no space left on device"
         else:
@@ -313,7 +303,7 @@ def _open_sqlite(url: URL, *, is_second: bool) -> tuple[Engine, Mode]:
     return engine, mode
 
 
-def _make_sqlite_engine(url: URL, mode: Mode, pragmas: Sequence[str]) -> Engine:
+def _make_sqlite_engine(url: URL, mode: Mode) -> Engine:
     if mode is Mode.FROZEN:
         # else SQLite wants a `-shm` even to read a database that was left in WAL mode
         query = {"immutable": "1", "mode": "ro", "uri": "true"}
@@ -335,7 +325,7 @@ def _make_sqlite_engine(url: URL, mode: Mode, pragmas: Sequence[str]) -> Engine:
     def prepare(connection: sqlite3.Connection, _record: object) -> None:
         # the driver's implicit transactions begin too late, and not at all for DDL
         connection.isolation_level = None
-        for pragma in pragmas:
+        for pragma in _PRAGMAS[mode]:
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")

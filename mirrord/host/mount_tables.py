@@ -100,20 +100,6 @@ def find_mount(path: Path) -> Mount:
     return max(reversed(above), key=lambda mount: len(mount.at))  # the last of several at one place
 
 
-# an overlay can be on any of the others
-_COPY_ON_WRITE = {"btrfs", "zfs", "bcachefs", "nilfs2", "overlay"}
-
-
-def copies_on_write(directory: Path) -> bool:
-    """Return whether a write to a mapped file can need new blocks, although the file has no holes.
-
-    Where there are none the kernel sends SIGBUS, which ends the process (measured: btrfs, 6.18).
-    """
-    # they have device numbers of their own making; to read all mounts can take 10 ms
-    is_anonymous = os.major(os.stat(directory).st_dev) == 0
-    return is_anonymous and find_mount(directory).kind in _COPY_ON_WRITE
-
-
 def read_overlays() -> set[str]:
     """Return the mount points of overlays. 10 ms with 3,000 mounts: not for the hot path."""
     return {mount.at for mount in read_mounts() if mount.kind == "overlay"}
