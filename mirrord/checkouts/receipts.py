@@ -6,51 +6,44 @@ from a walk of the mirror when one is verified, so the two are independent.
 
 import hashlib
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio.to_thread
 from cachetools import LRUCache
 
 from .. import __version__, protocol
 from ..catalog import ReceiptRow
-from ..errors import DeadlineError
 from ..git.command import Git, lines_of
-from ..git.packs import PackIndex
+from ..jobs.operations import task_group
 from ..mirrors.service import Mirrors
 from ..mirrors.upstreams.upstream import public_url
-from ..model import Backend, CommitId, DiffFormat, History, MirrorName, utc_now
-from ..patches.diff import Diff, diff
-from ..patches.worktree import PatchJob
+from ..model import Backend, CommitId, History, MirrorName, utc_now
 from ..templates.builder import StoreBuilder, squashed_commit
-from ..templates.packer import WALK, listed_ids
+from ..templates.packer import WALK
 from ..templates.store import SealedStore
+from ..workers.coalesce import Coalescer
 from ..workers.pool import Workers
 from ..workers.turns import Turns
 from .backend import ChangedPaths
+from .closures import StoreFacts, closure_of_listing, read_store
 from .lease import Lease
-from .patching import DiffAnswer, Patches
+from .patching import Patches
 from .receipt_records import ReceiptRecords
 from .requests.resolve import ResolvedRequest
 
 # of stores; the indexes of one forgotten are read again
 _CACHED = 1024
+# as short as a diff, so that it waits behind no build: 1.7 million objects take a second
+_READ_TIMEOUT = timedelta(minutes=1)
 _SEALED = "packs that hold exactly the closure, each object hashed when they were made"
 _TEMPLATE = "each file hashed, the whole compared with the tree, since the host started"
 _CLEAN = {
     Backend.OVERLAY: "an empty layer over the template",
     Backend.POOL: "written and read back, or compared with the private manifest of that",
 }
-
-
-class _Sealed(NamedTuple):
-    """A store's objects, and when it was built."""
-
-    closure: protocol.Closure
-    built_at: datetime
 
 
 @dataclass(eq=False, repr=False)
@@ -64,7 +57,8 @@ class Receipts:
     patches: Patches
 
     def __post_init__(self) -> None:
-        self._sealed: LRUCache[tuple[Path, tuple[str, ...]], _Sealed] = LRUCache(_CACHED)
+        self._sealed: LRUCache[tuple[Path, tuple[str, ...]], StoreFacts] = LRUCache(_CACHED)
+        self._reads = Coalescer[StoreFacts]()
         self._walks = Turns(2)
         self.records = ReceiptRecords(self.mirrors.catalog)
 
@@ -76,7 +70,9 @@ class Receipts:
         store, saved = None, lease.base.saved
         if lease.history is not History.LINKED:
             store = await self.stores.ensure(*lease.template)
-        diff, sealed = await self._look(lease, changed, store)
+        async with task_group() as group:  # each waits for its turn among all calls of its user
+            digest = group.create_task(self._digest(lease, changed))
+            sealed = await self._find_sealed(store)
         clean = _CLEAN[lease.backend] + (", with a prepared layer" if lease.base.saved else "")
         return protocol.Receipt(
             format=protocol.RECEIPT_FORMAT,
@@ -110,9 +106,7 @@ class Receipts:
             else None,
             environment="@".join(lease.base.environment) if lease.base.environment else None,
             grade=_grade_of(lease),
-            diff=_digest(diff)
-            if isinstance(diff, bytes)
-            else await anyio.to_thread.run_sync(_digest, diff),
+            diff=digest.result(),
         )
 
     async def keep(self, receipt: protocol.Receipt, lease: Lease) -> None:
@@ -160,30 +154,24 @@ class Receipts:
         actual |= {"head": head, "closure.objects": closure.objects}
         return report(receipt, actual | {"closure.sha256": closure.sha256})
 
-    async def _look(
-        self, lease: Lease, changed: ChangedPaths, store: SealedStore | None
-    ) -> tuple[bytes | Path, _Sealed | None]:
-        """Return the diff of a checkout and the facts of its store, which are read once.
+    async def _digest(self, lease: Lease, changed: ChangedPaths) -> protocol.Digest:
+        """Hash the diff of a checkout."""
+        content = (await self.patches.diff(lease, changed)).content
+        if isinstance(content, bytes):
+            return _digest_of(content)
+        return await anyio.to_thread.run_sync(_digest_of, content)
 
-        In one call of a worker: among many others each waits for its turn, up to 40 s were seen.
-        """
-        known = self._sealed.get((store.path, store.packs)) if store else None
-        unread = None if known else store
-        job, timeout = self.patches.job(lease), self.patches.timeout()
-        async with self.patches.spool() as spool:
-            try:
-                made, read = await self.workers.run(
-                    look, job, changed, spool, unread, timeout=timeout
-                )
-            except DeadlineError:
-                if unread is None:
-                    raise
-                # a history of tens of millions of objects
-                read = await self.workers.run(read_store, unread)
-                made, _ = await self.workers.run(look, job, changed, spool, None, timeout=timeout)
-        if store and read:
-            self._sealed[store.path, store.packs] = read
-        return DiffAnswer.of(made, spool).content, known or read
+    async def _find_sealed(self, store: SealedStore | None) -> StoreFacts | None:
+        """Return the facts of a store, read once for all who wait for them."""
+        if store is None:
+            return None
+        key = store.path, store.packs
+        if key not in self._sealed:
+            # a crowd on one commit: 32 receipts read its store 32 times
+            name = " ".join((str(store.path), *store.packs))
+            read = partial(self.workers.run, read_store, store, timeout=_READ_TIMEOUT)
+            self._sealed[key] = await self._reads.join(name, lambda _: read())
+        return self._sealed[key]
 
     async def _walk(self, name: MirrorName, tip: str, head: CommitId) -> protocol.Closure:
         """Count and hash what git finds from `tip` in the mirror, and `head`."""
@@ -219,36 +207,7 @@ def report(receipt: protocol.Receipt, actual: dict[str, object]) -> protocol.Rec
     return protocol.ReceiptReport(holds=not mismatches, mismatches=mismatches, checked=list(actual))
 
 
-def look(
-    job: PatchJob, changed: ChangedPaths, spool: Path, store: SealedStore | None
-) -> tuple[Diff, _Sealed | None]:
-    """Diff a checkout, and read a store if one is given. Runs in a worker."""
-    made = diff(job, changed, DiffFormat.PATCH, spool)
-    return made, read_store(store) if store else None
-
-
-def read_store(store: SealedStore) -> _Sealed:
-    """Count and hash the ids in the pack indexes of a store. Runs in a worker."""
-    packs = (store.git / "objects/pack" / name for name in store.packs)
-    closure = _closure(oid for pack in packs for oid in PackIndex(pack.with_suffix(".idx")))
-    # its HEAD is never written again, so its time is that of the build
-    built_at = (store.git / "HEAD").stat().st_mtime
-    return _Sealed(closure, datetime.fromtimestamp(built_at, UTC))
-
-
-def closure_of_listing(listing: Path, head: CommitId) -> protocol.Closure:
-    """Count and hash the ids that a walk listed, and `head`. Runs in a worker."""
-    return _closure([*listed_ids(listing), bytes.fromhex(head)])
-
-
-def _closure(ids: Iterable[bytes]) -> protocol.Closure:
-    ordered = sorted(set(ids))
-    # an id a line: SHA-1 has 20 bytes
-    lines = b"".join(ordered).hex("\n", 20) + "\n"
-    return protocol.Closure(objects=len(ordered), sha256=hashlib.sha256(lines.encode()).hexdigest())
-
-
-def _digest(diff: bytes | Path) -> protocol.Digest:
+def _digest_of(diff: bytes | Path) -> protocol.Digest:
     """Hash a diff; if it is a file, remove it."""
     if isinstance(diff, bytes):
         return protocol.Digest(bytes=len(diff), sha256=hashlib.sha256(diff).hexdigest())

@@ -36,6 +36,7 @@ FORK_SERVER.preload = (
     "mirrord.mirrors.survey",
     "mirrord.patches.diff",
     "mirrord.grading.prepare",
+    "mirrord.checkouts.closures",
     "mirrord.audit.examine",
 )
 FORK_SERVER.start()

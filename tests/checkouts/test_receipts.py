@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -15,8 +18,7 @@ from checkout_parts import NAME, ROOT_PEER, USER, USER_PEER, Service, running_se
 from gitrepos import ENV, Upstream
 from waiting import until
 
-from mirrord.checkouts.receipts import look
-from mirrord.errors import AccessError, CheckoutNotFoundError, DeadlineError, MirrordError
+from mirrord.errors import AccessError, CheckoutNotFoundError, MirrordError
 from mirrord.host.peers import Peer
 from mirrord.model import Backend, History, View, utc_now
 from mirrord.protocol import (
@@ -306,35 +308,33 @@ def test_a_receipt_does_not_wait_behind_builds_and_audits(service: Service) -> N
     assert service.call(issued).closure == issue(service, checkout).closure
 
 
-def test_a_receipt_takes_one_call_of_a_worker(
+def test_a_crowd_of_receipts_reads_its_store_once(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each waits for its turn among all calls of its user; and the store is read once."""
-    checkout, receipts, run = start(service), service.checkouts.receipts, service.workers.run
-    called: list[tuple[str, bool]] = []
+    """Each takes one call of a worker besides, and waits for its turn with all calls of its user."""
+    checkouts, run = service.checkouts, service.workers.run
+    crowd = [start(service) for _ in range(8)]
+    called = Counter[str]()
 
     async def counted(function: Any, *arguments: Any, **options: Any) -> Any:
-        called.append((function.__name__, arguments[-1] is not None))
+        called[function.__name__] += 1
         return await run(function, *arguments, **options)
 
-    receipts._sealed.clear()
+    async def issue_at_once() -> list[Receipt]:
+        return await asyncio.gather(*(checkouts.receipt(one.id, USER_PEER) for one in crowd))
+
+    checkouts.receipts._sealed.clear()
     monkeypatch.setattr(service.workers, "run", counted)
-    first, second = issue(service, checkout), issue(service, checkout)
-    assert called == [("look", True), ("look", False)]
-    assert (first.closure, first.seal) == (second.closure, second.seal)
+    receipts = service.call(issue_at_once)
+    assert called == {"read_store": 1, "diff": 8}
+    later = issue(service, crowd[0])
+    assert all((it.closure, it.seal) == (later.closure, later.seal) for it in receipts)
+    assert called == {"read_store": 1, "diff": 9}
 
 
-def test_a_store_too_large_for_the_time_of_a_diff_is_read_by_itself(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkout, run = start(service), service.workers.run
-    closure = issue(service, checkout).closure
-
-    async def slow(function: Any, *arguments: Any, **options: Any) -> Any:
-        if function is look and arguments[-1] is not None:
-            raise DeadlineError("cannot finish look: it took longer than 1 s")
-        return await run(function, *arguments, **options)
-
-    service.checkouts.receipts._sealed.clear()
-    monkeypatch.setattr(service.workers, "run", slow)
-    assert issue(service, checkout).closure == closure
+def test_what_a_worker_does_for_a_receipt_loads_no_catalog() -> None:
+    """Each new worker would load it, for most of a second of processor time."""
+    loaded = "import sys, mirrord.checkouts.closures; print(*sys.modules)"
+    names = subprocess.check_output([sys.executable, "-c", loaded], text=True).split()
+    assert "mirrord.git.packs" in names
+    assert not {"sqlalchemy", "pydantic", "mirrord.catalog"} & set(names)

@@ -10,7 +10,7 @@ from gitrepos import git
 
 from mirrord.errors import CorruptObjectError
 from mirrord.git.objects.increments import check_packs
-from mirrord.git.packs import PackIndex
+from mirrord.git.packs import PackIndex, merged_ids
 from mirrord.git.packwriter import write_pack
 
 _BLOB = 3
@@ -53,3 +53,13 @@ def test_an_object_that_does_not_match_its_id_is_found(tmp_path: Path) -> None:
     for oid in (wrong, oid_of(b"absent")):
         with pytest.raises(CorruptObjectError):
             check_packs(tmp_path, [oid])
+
+
+def test_the_ids_of_several_packs_are_merged(tmp_path: Path) -> None:
+    """Each once, whichever pack has it; before, between and behind those of the largest pack."""
+    contents = [b"%d" % number for number in range(300)]
+    for some in (contents[:200], contents[150:260], contents[255:], contents[:1]):
+        write_pack(blobs(*some), tmp_path)
+    indexes = [PackIndex(path) for path in tmp_path.glob("*.idx")]
+    assert merged_ids(indexes) == b"".join(sorted(map(oid_of, contents)))
+    assert len(indexes) == 4
