@@ -33,6 +33,7 @@ import crowd
 import neighbours
 import scale
 import soak
+import soak_turns
 from audits import Audited
 from beside_root import compare_home
 from imports import imports
@@ -526,9 +527,10 @@ def run_soak(area: Path, options: argparse.Namespace) -> tuple[dict[str, object]
     load = os.getloadavg()[0]
     source = (options.repo or [_generated(area)])[0].absolute()
     asked = soak.Options(options.seconds, options.rate, options.connections, options.restart)
-    results = soak.soak(area / "soak", source, asked)
+    (kind,) = options.cases
+    results = (soak.soak if kind == "soak" else soak_turns.turns)(area / kind, source, asked)
     how = " through a restart and a kill" if options.restart else ""
-    name = f"soak, {options.seconds:g} s{how}: {source.name}"
+    name = f"{kind}, {options.seconds:g} s{how}: {source.name}"
     return {
         "machine": {**_machine(area), "load": load},
         "repository": {"name": name},
@@ -568,7 +570,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tasks", type=int, default=64, help="of the case crowd")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of crowd and soak")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of crowd, soak and turns")
     parser.add_argument("--mirrors", type=int, default=2000, help="of the case scale")
     parser.add_argument(
         "--upstreams", type=Path, help="where the case scale keeps its repositories between runs"
@@ -578,9 +580,11 @@ def main() -> None:
         nargs="*",
         default=[],
         help=f"rollouts are {', '.join(ROLLOUTS)}; page are those of docs/benchmarks.md;"
-        " scale and soak stand alone",
+        " scale, soak and turns stand alone",
     )
-    parser.add_argument("--rate", type=float, default=5.0, help="of soak: checkouts a second")
+    parser.add_argument(
+        "--rate", type=float, default=5.0, help="of soak: checkouts a second; of turns: whole turns"
+    )
     parser.add_argument(
         "--connections", type=int, default=1500, help="of soak: those that a bad client opens"
     )
@@ -612,7 +616,7 @@ def main() -> None:
             ran = run_in_pod(area, options)
         elif options.cases == ["scale"]:
             ran = [run_scale(area, options)]
-        elif options.cases == ["soak"]:
+        elif options.cases in (["soak"], ["turns"]):
             result, broken = run_soak(area, options)
             ran = [result]
         else:

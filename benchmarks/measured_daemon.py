@@ -98,9 +98,14 @@ class Daemon:
         raise RuntimeError((self.area / "daemon.log").read_text())
 
     def stop(self) -> None:
+        """End it, and wait for its workers: on a busy machine they end later, and hold its disk."""
         if self.process.poll() is None:
+            below = family(self.process.pid)[1:]
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(timeout=60)
+            ends = time.monotonic() + 30
+            while any(Path(f"/proc/{pid}").exists() for pid in below) and time.monotonic() < ends:
+                time.sleep(0.02)
 
     def record(self, commit: str, test_patch: bytes) -> str:
         """Import an instance of the mirror; its id."""
@@ -152,6 +157,12 @@ class Daemon:
         """MiB of the daemon alone."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1024**2
+
+    def private_mib(self) -> float:
+        """MiB that the daemon alone has written and shares with no other process."""
+        lines = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text().splitlines()
+        dirty = next(line for line in lines if line.startswith("Private_Dirty:"))
+        return int(dirty.split()[1]) / 1024
 
     def has_trash(self) -> bool:
         """Whether something that was released or reset is still to be removed."""

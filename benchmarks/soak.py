@@ -1,6 +1,6 @@
 """Soak: mixed verbs of several users and bad clients for a while, with syncs, imports, audits and gc below them.
 
-`bench.py --ext4 --cases soak --seconds 600` warms up for a fifth of that, lets the daemon come to rest, soaks it, lets it
+`bench.py --ext4 --cases soak --seconds 600` warms up for a fifth of that (two minutes at most), lets the daemon come to rest, soaks it, lets it
 come to rest again, and compares what it holds. `--restart` also stops and kills the daemon in the middle, beside clients who
 count their answers. The load is paced (`--rate`), so latencies are those of a busy day, not of a queue. A leak, an answer
 that docs/errors.md does not have, or a lost request ends it with status 1; all else is a figure.
@@ -91,7 +91,9 @@ class Soak:
     def run(self) -> Results:
         with self.daemon.client() as client, self._held(client):
             self._import(client, Tally(), len(self.rows))
-            self._load(max(self.options.seconds / 5, 20.0), Watch(self._sample), restart=False)
+            self._load(
+                min(max(self.options.seconds / 5, 20.0), 120.0), Watch(self._sample), restart=False
+            )
             self._rest(client)
             before = settled(self.daemon)
             self.tally = Tally()
@@ -244,8 +246,8 @@ class Soak:
             Figure(f"longest answer but builds and syncs ({longest})", answers[longest], "s", "5"),
             Figure("answers to good clients", sum(map(len, taken.values())), ""),
             Figure("memory of the daemon, slope of the second half", watch.slope_mib_h(), "MiB/h"),
-            Figure("memory of the daemon at rest, before", before.daemon_mib, "MiB resident"),
-            Figure("memory of the daemon at rest, after", after.daemon_mib, "MiB resident"),
+            Figure("memory of the daemon at rest, before", before.private_mib, "MiB private"),
+            Figure("memory of the daemon at rest, after", after.private_mib, "MiB private"),
             *(Figure(f"at most: {name}", most[name], "") for name in most if name != "at"),
             Figure("promises broken", len(results.broken), "", "0"),
         ]

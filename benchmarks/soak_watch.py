@@ -15,18 +15,25 @@ from typing import Self
 from measured_daemon import Daemon, family
 
 _EVERY_S = 1.0
+_TOLD_S = 30.0
 _SETTLED_S = 150.0
 _SLACK = {"descriptors": 8, "threads": 4, "processes": 1}
 """By so much a daemon at rest may differ: pools of threads and workers end a little later."""
 _LEAK_MIB = 12.0
+_MEMORY = {"at", "daemon_mib", "private_mib", "family_mib"}
+"""What has no count, and differs without a leak."""
 
 
 @dataclass
 class Sample:
-    """At one time; memory is resident, of the daemon alone and of all processes below it."""
+    """At one time; memory is resident, of the daemon alone and of all processes below it.
+
+    `private_mib` is what the daemon alone has written: pages that no other process shares.
+    """
 
     at: float
     daemon_mib: float
+    private_mib: float
     family_mib: float
     processes: int
     descriptors: int
@@ -48,6 +55,7 @@ class Sample:
         return cls(
             at=time.monotonic(),
             daemon_mib=daemon.resident_mib(),
+            private_mib=daemon.private_mib(),
             family_mib=weight["rss_mib"],
             processes=len(family(daemon.process.pid)),
             descriptors=len(os.listdir(process / "fd")),
@@ -59,6 +67,14 @@ class Sample:
             layers=_count(state / "templates/.layers"),
             quarantine=_count(state / "quarantine"),
             building=sum(1 for _ in state.glob("templates/*/.*-*")),
+        )
+
+    def line(self) -> str:
+        """What a run shows of it while it lasts."""
+        return (
+            f"private {self.private_mib:.1f} MiB, resident {self.daemon_mib:.1f}, with workers "
+            f"{self.family_mib:.1f}, {self.processes} processes, {self.threads} threads, "
+            f"{self.descriptors} descriptors, {self.mounts} mounts, {self.leases} leases"
         )
 
 
@@ -77,9 +93,14 @@ class Watch:
         ended = threading.Event()
 
         def look() -> None:
+            told = began = time.monotonic()
             while not ended.wait(_EVERY_S):
                 with suppress(OSError):  # it is being restarted
-                    self.samples.append(self._take())
+                    sample = self._take()
+                    self.samples.append(sample)
+                    if sample.at >= told + _TOLD_S:
+                        told = sample.at
+                        print(f"  {told - began:6.0f} s: {sample.line()}", flush=True)
 
         thread = threading.Thread(target=look)
         thread.start()
@@ -90,12 +111,12 @@ class Watch:
             thread.join()
 
     def slope_mib_h(self) -> float:
-        """Growth of the daemon's memory over the second half, by a line through all samples."""
+        """Growth of the daemon's private memory in the second half, by a line through all samples."""
         late = self.samples[len(self.samples) // 2 :]
         if len(late) < 2:
             return 0.0
         times = [each.at for each in late]
-        return 3600 * statistics.linear_regression(times, [e.daemon_mib for e in late]).slope
+        return 3600 * statistics.linear_regression(times, [e.private_mib for e in late]).slope
 
     def most(self) -> dict[str, float]:
         rows = [asdict(each) for each in self.samples]
@@ -106,11 +127,10 @@ class Watch:
         found = [
             f"{name}: {count} before, {asdict(after)[name]} after"
             for name, count in asdict(before).items()
-            if name not in {"at", "daemon_mib", "family_mib"}
-            and asdict(after)[name] > count + _SLACK.get(name, 0)
+            if name not in _MEMORY and asdict(after)[name] > count + _SLACK.get(name, 0)
         ]
         grown = self.slope_mib_h() / 3600 * (after.at - before.at) / 2
-        if is_same and grown > _LEAK_MIB and after.daemon_mib > before.daemon_mib + _LEAK_MIB:
+        if is_same and grown > _LEAK_MIB and after.private_mib > before.private_mib + _LEAK_MIB:
             found.append(f"memory: {grown:.1f} MiB more in the second half")
         return found
 
@@ -134,8 +154,7 @@ def settled(daemon: Daemon, wanted: Sample | None = None) -> Sample:
 
 
 def _held(sample: Sample) -> dict[str, int]:
-    skipped = {"at", "daemon_mib", "family_mib"}
-    return {name: value for name, value in asdict(sample).items() if name not in skipped}
+    return {name: value for name, value in asdict(sample).items() if name not in _MEMORY}
 
 
 def _count(directory: Path) -> int:

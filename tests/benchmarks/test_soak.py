@@ -9,7 +9,7 @@ from soak_watch import Sample, Watch
 from mirrord import errors
 
 REST = Sample(
-    at=0.0, daemon_mib=90.0, family_mib=130.0, processes=2, descriptors=28, threads=14, mounts=5,
+    at=0.0, daemon_mib=90.0, private_mib=70.0, family_mib=130.0, processes=2, descriptors=28, threads=14, mounts=5,
     leases=6, checkouts=6, trash=0, layers=0, quarantine=0, building=0,
 )  # fmt: skip
 
@@ -51,8 +51,8 @@ def test_one_more_of_anything_is_a_leak(name: str) -> None:
 def test_memory_that_grows_to_the_end_is_a_leak(mib_a_minute: float, is_leak: bool) -> None:
     watch = Watch(lambda: REST)
     watch.samples = [
-        replace(REST, at=float(at), daemon_mib=90 + mib_a_minute * at / 60) for at in range(120)
+        replace(REST, at=float(at), private_mib=70 + mib_a_minute * at / 60) for at in range(120)
     ]
-    after = replace(watch.samples[-1], daemon_mib=90 + 2 * mib_a_minute)
+    after = replace(watch.samples[-1], private_mib=70 + 2 * mib_a_minute)
     assert bool(watch.leaks(REST, after, is_same=True)) is is_leak
     assert not watch.leaks(REST, after, is_same=False)

@@ -41,7 +41,7 @@ def test_a_fleet_works_through_a_pooler_of_transactions(
         )
         assert len(servers) <= 2 < len(clients)
         query = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"
-        assert server.execute_in(fleet.catalog, query) == [(0,)]
+        eventually(lambda: server.execute_in(fleet.catalog, query) == [(0,)], 20)
         made.stop()
         assert a.request("POST", "/v1/pins", _pin(newest))[0] == 503
         made.start()
