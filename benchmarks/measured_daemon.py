@@ -95,6 +95,7 @@ class Daemon:
             except MirrordError:
                 pass
             time.sleep(0.02)
+        self.stop()
         raise RuntimeError((self.area / "daemon.log").read_text())
 
     def stop(self) -> None:
