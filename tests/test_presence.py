@@ -132,8 +132,11 @@ GUESSES = {
 OF_OS = {"walk": "os.walk"} | {
     it: f"os.path.{it}" for it in ("exists", "lexists", "isfile", "isdir", "islink")
 }
-# scripts of the standard library alone, which another Python may run
-ALONE = {"environments/probe.py", "host/namespaces/holder.py"}
+# programs of the standard library alone, read as text and run where mirrord is not
+ALONE = {
+    *("environments/compiling.py", "environments/probe.py", "host/namespaces/holder.py"),
+    *("sandbox/attacher.py", "sandbox/confine.py", "sandbox/gitremote.py", "sandbox/reporter.py"),
+}
 # of SQL, of an archive, and of directory entries, which raise what is not FileNotFoundError
 OTHERS = {
     ("catalog/claims.py", "sa.exists()"),
@@ -156,6 +159,13 @@ def test_no_module_takes_an_error_for_absence() -> None:
         if name not in ALONE and any_guess(text := file.read_text()):  # parsing all takes 3 s
             calls |= {(name, call) for call in _guesses_in(ast.parse(text))}
     assert calls == OTHERS
+
+
+@pytest.mark.parametrize("name", sorted(ALONE))
+def test_a_program_for_another_place_imports_nothing_of_ours(name: str) -> None:
+    tree = ast.parse((Path(mirrord.__file__).parent / name).read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert [ast.unparse(node) for node in imports if node.level] == []
 
 
 def _guesses_in(tree: ast.Module) -> Iterator[str]:

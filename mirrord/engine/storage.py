@@ -154,6 +154,7 @@ class Storage:
 
     async def look(self) -> None:
         """Evict caches before the disk is full; publish `disk.ran_low` and `disk.recovered`."""
+        await self.room.look_for_fault()
         space = await self.room.look()
         if bool(space.shortage) != self._is_low:
             self._is_low = not self._is_low

@@ -11,15 +11,13 @@ import shutil
 import sys
 from importlib.util import MAGIC_NUMBER, cache_from_source
 
-from ..presence import exists, walk
-
 # with pip itself, half of the work: a project's tests do not import the tests of packages
 _LEFT_OUT = {"__pycache__", "test", "tests"}
 
 
 def compile_below(root: str, cache: str) -> None:
     os.makedirs(cache, exist_ok=True)
-    for above, directories, names in walk(root):
+    for above, directories, names in os.walk(root):
         inner = set(directories) - _LEFT_OUT
         if os.path.basename(above).endswith("-packages"):
             inner.discard("pip")
@@ -34,7 +32,7 @@ def _compile(source: str, cache: str) -> None:
         content = file.read()
     named = b"%s\0%s\0%s" % (MAGIC_NUMBER, os.fsencode(source), content)
     made = os.path.join(cache, hashlib.sha256(named).hexdigest())
-    if not exists(made):
+    if not os.path.exists(made):
         # it appears by a rename: two builds may share the cache
         # Not by times, which are not kept, and an agent may edit a package. Equal files compile to
         # equal bytes, which environments share.

@@ -109,7 +109,7 @@ class Room:
         self._lock = anyio.Lock()
         self._backoff = Backoff(_PAUSE, _LONGEST_PAUSE)
         self._not_before = 0.0
-        self.fault: str | None = None  # why nothing can be written, as `look` saw it last
+        self.fault: str | None = None  # why nothing can be written, as `look_for_fault` saw it last
         self.evict: Callable[[int], Awaitable[None]] = _evict_nothing
         self._held: list[tuple[Path, int, os.stat_result]] = []
 
@@ -159,7 +159,6 @@ class Room:
     async def look(self) -> Space:
         """Evict caches if little more than the reserve is free; return the space afterwards."""
         async with self._lock:  # waiting callers measure after the eviction
-            await self.look_for_fault()
             space = await anyio.to_thread.run_sync(self.measure)
             if space.is_low and time.monotonic() >= self._not_before:
                 missing = max(2 * space.reserve_bytes - space.free_bytes, space.reserve_bytes // 2)
@@ -174,6 +173,7 @@ class Room:
             return space
 
     async def look_for_fault(self) -> None:
+        """See whether the disk takes changes at all; not for a request, because it can wait."""
         self.fault = await anyio.to_thread.run_sync(write_fault, self._place)
 
 

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..presence import exists, is_dir, is_symlink
-
 
 class AddressRefusedError(Exception):
     """An address that is not served; the message is for the user of git."""
@@ -83,7 +81,7 @@ def _store(address: str) -> Iterator[Path]:
     forge_url = _FORGE.fullmatch(address)
     name = (forge_url[1] if forge_url else address).lower()
     is_own = name in {repository, repository.replace("/", "__"), instance.lower()} - {""}
-    if is_own and exists(tree / ".git"):
+    if is_own and (tree / ".git").exists():
         yield _sealed(tree / ".git")
         return
     if is_own and instance:
@@ -111,7 +109,7 @@ def _sealed(git: Path) -> Path:
     """
     objects = git / "objects"
     lenders = [Path(line) for line in _lines(objects / "info/alternates")]
-    leads_out = is_symlink(git) or is_symlink(objects) or not is_dir(objects)
+    leads_out = git.is_symlink() or objects.is_symlink() or not objects.is_dir()
     if leads_out or len(lenders) > 1 or not all(map(_is_store, lenders)):
         raise AddressRefusedError(f"cannot serve {git}: it is not a sealed store")
     return git
@@ -119,8 +117,8 @@ def _sealed(git: Path) -> Path:
 
 def _is_store(objects: Path) -> bool:
     is_named = objects.is_absolute() and objects.parts[-2:] == (".git", "objects")
-    is_plain = is_dir(objects) and not (is_symlink(objects) or is_symlink(objects.parent))
-    return is_named and is_plain and not exists(objects / "info/alternates")
+    is_plain = objects.is_dir() and not (objects.is_symlink() or objects.parent.is_symlink())
+    return is_named and is_plain and not (objects / "info/alternates").exists()
 
 
 _BRANCH = "refs/heads/main"
