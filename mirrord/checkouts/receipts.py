@@ -8,7 +8,6 @@ import hashlib
 import socket
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -24,7 +23,7 @@ from ..model import Backend, CommitId, History, MirrorName, utc_now
 from ..templates.builder import StoreBuilder, squashed_commit
 from ..templates.packer import WALK
 from ..templates.store import SealedStore
-from ..workers.coalesce import Coalescer
+from ..workers.coalesce import Coalescer, SharedWork
 from ..workers.pool import Workers
 from ..workers.turns import Turns
 from .backend import ChangedPaths
@@ -166,12 +165,17 @@ class Receipts:
         if store is None:
             return None
         key = store.path, store.packs
-        if key not in self._sealed:
-            # a crowd on one commit: 32 receipts read its store 32 times
-            name = " ".join((str(store.path), *store.packs))
-            read = partial(self.workers.run, read_store, store, timeout=_READ_TIMEOUT)
-            self._sealed[key] = await self._reads.join(name, lambda _: read())
-        return self._sealed[key]
+        if key in self._sealed:
+            return self._sealed[key]
+
+        async def read(_: SharedWork[StoreFacts]) -> StoreFacts:
+            # kept before those who wait go on: who asks in between would read it again
+            facts = await self.workers.run(read_store, store, timeout=_READ_TIMEOUT)
+            self._sealed[key] = facts
+            return facts
+
+        # a crowd on one commit: 32 receipts read its store 32 times
+        return await self._reads.join(" ".join((str(store.path), *store.packs)), read)
 
     async def _walk(self, name: MirrorName, tip: str, head: CommitId) -> protocol.Closure:
         """Count and hash what git finds from `tip` in the mirror, and `head`."""
