@@ -313,13 +313,7 @@ class Timetable:
             return Job(name, interval, run, since=started)
 
         def if_here(run: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[object]]:
-            """What is not seen while the state directory is gone would be taken for removed."""
-
-            async def checked() -> object:
-                self.work.mirrors.room.must_be_here()
-                return await run()
-
-            return checked
+            return partial(self._if_here, run)
 
         upkeep, scrub = settings.maintenance.interval, audit.content_interval
         maintaining = Job(
@@ -347,6 +341,11 @@ class Timetable:
             regular("memory.trim", _MINUTE, partial(anyio.to_thread.run_sync, trim_memory)),
             regular("heals.retry", _MINUTE, self._retry_heals),
         ]  # fmt: skip
+
+    async def _if_here(self, run: Callable[[], Awaitable[object]]) -> object:
+        """What is not seen while the state directory is gone would be taken for removed."""
+        self.work.mirrors.room.must_be_here()
+        return await run()
 
     async def _sync(self, name: MirrorName) -> None:
         """Sync, but rarely while upstream has no such repository or does not show it any more.
