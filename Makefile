@@ -15,7 +15,7 @@ MINUTES ?= 30
 export PYTHONDONTWRITEBYTECODE :=
 
 # Debian packages for the tests; the daemon itself needs only git.
-DEBIAN_PACKAGES := libfaketime git git-lfs openssh-client openssh-server openssl jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 pgbouncer uidmap bubblewrap iproute2 skopeo umoci docker-registry pipx podman runc prometheus chromium chromium-driver fonts-dejavu-core slurmctld slurmd slurm-client munge
+DEBIAN_PACKAGES := libfaketime git git-lfs openssh-client openssh-server openssl jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 pgbouncer uidmap bubblewrap bindfs iproute2 skopeo umoci docker-registry pipx podman runc prometheus chromium chromium-driver fonts-dejavu-core slurmctld slurmd slurm-client munge
 
 # Supported versions and the next, found by uv; pyenv's wrappers need the version in the environment.
 PYTHONS ?= 3.11 3.12 3.13 3.14
