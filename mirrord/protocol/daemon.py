@@ -138,7 +138,6 @@ class Prewarmed(Answer):
     left: int = 0
 
 
-# The result of each kind of operation. `mirror.maintain` has none.
 class ReloadAnswer(Answer):
     """The configuration keys that a reload `applied`, and those that need a restart (`refused`)."""
 
@@ -146,6 +145,7 @@ class ReloadAnswer(Answer):
     refused: list[str]
 
 
+# The result of each kind of operation. `mirror.maintain` has none.
 RESULTS: dict[str, type[Answer]] = {
     "mirror.add": Synced,
     "mirror.sync": Synced,

@@ -348,10 +348,7 @@ def test_an_id_of_two_datasets_is_checked_out_by_the_name_of_its_dataset(
             {"id": "demo__project-1", "datasets": ["other", "demo"], "differs": "commit"}
         ]
         told = world.run("dataset", "import", tmp_path / "other.jsonl").err
-        assert (
-            "demo__project-1: demo records another repository or base commit; check it out with"
-            in told
-        )
+        assert "demo__project-1: demo records another commit; check it out with" in told
         refused = world.run("checkout", "demo__project-1", "--json")
         assert (
             refused.status,

@@ -131,11 +131,10 @@ def _warnings(imported: DatasetImported) -> Iterator[str]:
             yield f"{count(times, 'row')}: {rule}; `mirrord rehearse --run` fails for them"
     for fault in dataset.faults:
         yield f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}"
-    for instance in imported.ambiguous:
-        others = ", ".join(name for name in instance.datasets if name != dataset.name)
-        fact = "another repository or base commit; check it out"
-        fact = "other tests; grade it" if instance.differs == "tests" else fact
-        yield f"{instance.id}: {others} records {fact} with --dataset"
+    for row in imported.ambiguous:
+        others = ", ".join(name for name in row.datasets if name != dataset.name)
+        fact = "other tests; grade it" if row.differs == "tests" else "another commit; check it out"
+        yield f"{row.id}: {others} records {fact} with --dataset"
     if more := imported.ambiguous_count - len(imported.ambiguous):
         yield f"{more} more instances are recorded differently by other datasets"
     by_reason: dict[tuple[str, str], list[UnpinnedCommit]] = {}
